@@ -1,4 +1,4 @@
-"""A small model with all that is hard to spread: buffers of both kinds, tied weights, blocks, a tensor of its own."""
+"""A small model with all parts that are hard to spread: both kinds of buffers, ties, blocks, a direct tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied embedding and head, two blocks."""
+    """A model with tied embedding and head, and two blocks."""
 
     def __init__(self, width: int = 6, words: int = 11, bias: bool = True) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def make() -> Callable[[], Model]:
-    """Models with the same weights each time, in evaluation."""
+    """Create models with the same weights each time, in evaluation mode."""
 
     def build() -> Model:
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""What the facade does with a model whose weights are off its device."""
+"""The facade with a model whose weights are off its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("ends_processes")
 
 
 def test_saving(make, tmp_path) -> None:
-    """Writes all values, tied weights once; what has none is named."""
+    """Saving writes all values, tied weights once, and names tensors without values."""
     model = dispatch_model(make(), {"": "disk", "blocks.0": "cpu"}, offload_dir=tmp_path / "offload")
     accelerator = Accelerator()
     accelerator.save_model(model, tmp_path / "saved")
@@ -30,6 +30,6 @@ def test_saving(make, tmp_path) -> None:
 
 
 def test_training(make) -> None:
-    """Is refused: what comes in for a forward gets no gradients."""
+    """Training is refused, because weights that are loaded for a forward get no gradients."""
     with pytest.raises(LoopError, match="whose weights are on the device only during a forward"):
         Accelerator().prepare(cpu_offload(make()))

@@ -1,4 +1,4 @@
-"""A dispatched model computes what the plain one does, wherever its parts are."""
+"""A dispatched model computes the plain model's values, wherever its parts are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAPS = {
 @pytest.mark.parametrize("offload_buffers", [False, True])
 @pytest.mark.parametrize("places", MAPS.values(), ids=MAPS)
 def test_values_are_the_plain_models(make, tokens, tmp_path, places, offload_buffers) -> None:
-    """To the bit, forward after forward; what is on disk has no memory between them, and the map is told."""
+    """Forwards are bitwise equal. Between them the disk parts use no memory. The device map is available."""
     expected = make()(tokens, temperature=2.0)["logits"]
     model = dispatch_model(make(), places, offload_dir=tmp_path, offload_buffers=offload_buffers)
     for _ in range(2):
@@ -46,7 +46,7 @@ def test_values_are_the_plain_models(make, tokens, tmp_path, places, offload_buf
 
 
 def test_all_on_one_device(make, tokens) -> None:
-    """Is the plain model, without hooks unless they are asked for."""
+    """A model on one device is the plain model, without hooks unless requested."""
     expected = make()(tokens)["logits"]
     model = dispatch_model(make(), {"": "cpu"})
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
@@ -58,7 +58,7 @@ def test_all_on_one_device(make, tokens) -> None:
 
 
 def test_tied_weights_are_one(make, tokens, tmp_path) -> None:
-    """On disk, on the meta device, when both are used at once, and when the hooks are gone."""
+    """Tied weights stay one: on disk, on the meta device, used together, and after the hooks are removed."""
     expected = make()(tokens)["logits"]
     model = dispatch_model(make(), {"": "disk"}, offload_dir=tmp_path)
     assert (tmp_path / "embedding.weight.dat").exists() != (tmp_path / "head.weight.dat").exists()
@@ -76,7 +76,7 @@ def test_tied_weights_are_one(make, tokens, tmp_path) -> None:
 
 
 def test_weights_leave_when_a_forward_raises(make, tokens, tmp_path) -> None:
-    """And the next one works."""
+    """Weights leave when a forward raises, and the next one works."""
     model = dispatch_model(make(), {"": "disk"}, offload_dir=tmp_path)
     with pytest.raises(IndexError):
         model(tokens + 100)
@@ -85,7 +85,7 @@ def test_weights_leave_when_a_forward_raises(make, tokens, tmp_path) -> None:
 
 
 def test_no_gradients_for_what_comes_in(make, tokens, tmp_path) -> None:
-    """So that no graph keeps the weights in memory; parameters that stay have theirs."""
+    """Loaded weights get no gradients, so no graph keeps them in memory. Permanent parameters get theirs."""
     model = dispatch_model(make(), {"": "disk", "blocks.1": "cpu"}, offload_dir=tmp_path)
     model(tokens)["logits"].sum().backward()
     assert model.blocks[1].inner.weight.grad is not None
@@ -94,7 +94,7 @@ def test_no_gradients_for_what_comes_in(make, tokens, tmp_path) -> None:
 
 
 def test_modules_that_read_weights_inside(tmp_path) -> None:
-    """torch's own attention and encoder layers are known; others are named."""
+    """torch's attention and encoder layers are recognised. Other modules that read weights inside are named."""
 
     class Direct(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +123,7 @@ def test_modules_that_read_weights_inside(tmp_path) -> None:
 
 
 def test_cpu_offload(make, tokens) -> None:
-    """Weights are in one copy in CPU memory, and on the meta device between forwards."""
+    """Weights have one copy in CPU memory, and are on the meta device between forwards."""
     expected = make()(tokens)["logits"]
     plain = make()
     address = plain.embedding.weight.data_ptr()
@@ -139,7 +139,7 @@ def test_cpu_offload(make, tokens) -> None:
 
 
 def test_disk_offload(make, tokens, tmp_path) -> None:
-    """Weights are in the folder; a model without values finds them there."""
+    """Weights are in the folder, and a model without values finds them there."""
     expected = make()(tokens)["logits"]
     model = disk_offload(make(), tmp_path, offload_buffers=True)
     assert model.blocks[0].norm.running_mean.is_meta
@@ -153,7 +153,7 @@ def test_disk_offload(make, tokens, tmp_path) -> None:
 
 
 def test_the_state_dict_of_a_dispatched_model(make, tmp_path) -> None:
-    """Has its values; those on disk memory-mapped."""
+    """The state dict has all values, those on disk memory-mapped."""
     model = dispatch_model(make(), {"": "disk", "blocks.0": "cpu"}, offload_dir=tmp_path)
     state = get_state_dict_offloaded_model(model)
     expected = make().state_dict()
@@ -174,7 +174,7 @@ def test_copies(make, tokens, tmp_path) -> None:
 
 
 def test_a_users_hook_stays(make, tokens, tmp_path) -> None:
-    """Before the one that brings the weights."""
+    """A user's hook stays, before the hook that loads the weights."""
 
     class Louder(ModelHook):
         def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def test_a_users_hook_stays(make, tokens, tmp_path) -> None:
 
 
 def test_it_is_not_moved(make, tmp_path, caplog) -> None:
-    """What has no values cannot be; where all has values a warning says what is wrong."""
+    """Moving a model with parts without values is refused. With all values a warning says what is wrong."""
     model = dispatch_model(make(), {"": "disk"}, offload_dir=tmp_path)
     for move in (lambda: model.to("cpu"), model.cuda):
         with pytest.raises(RuntimeError, match="You can't move a model that has some modules offloaded"):
@@ -201,7 +201,7 @@ def test_it_is_not_moved(make, tmp_path, caplog) -> None:
 
 
 def test_the_meta_device_as_a_gpu(make, tokens) -> None:
-    """Inputs go to the main device, where what is on the CPU comes, and the output to where the input was."""
+    """Inputs go to the main device, where CPU parts are loaded, and the output returns to the input's device."""
     model = dispatch_model(make().requires_grad_(False), {"": "meta", "blocks": "cpu"})
     assert model.blocks[0].inner.weight.is_meta
     assert has_offloaded_params(model.blocks[0].inner)
@@ -220,13 +220,13 @@ def test_the_meta_device_as_a_gpu(make, tokens) -> None:
     ],
 )
 def test_maps_that_cannot_be(make, places, message) -> None:
-    """The message names the map's entry, or the tensor."""
+    """The message for an impossible map names its entry, or the tensor."""
     with pytest.raises(ValueError, match=message):
         dispatch_model(make(), places)
 
 
 def test_tensors_without_values(make, tmp_path) -> None:
-    """Are named."""
+    """Tensors without values are named."""
     with init_empty_weights():
         empty = make()
     with pytest.raises(ValueError, match=r"embedding.weight, blocks.*are on the meta device and have no values"):
@@ -242,14 +242,14 @@ def test_tensors_without_values(make, tmp_path) -> None:
 
 
 def test_another_main_device(make, tokens) -> None:
-    """A model on the CPU alone runs on it."""
+    """A model on the CPU alone runs on its main device."""
     model = dispatch_model(make(), {"": "cpu"}, main_device="meta")
     assert all(has_offloaded_params(block.inner) for block in model.blocks)
     assert model(tokens.to("meta"))["logits"].is_meta
 
 
 def test_compiled(tmp_path) -> None:
-    """Weights come in and leave outside of what is compiled."""
+    """Weights are loaded and released outside the compiled part."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
     expected = model(x)
     compiled = torch.compile(dispatch_model(model, {"": "disk"}, offload_dir=tmp_path), backend="eager")
@@ -267,20 +267,20 @@ def test_pickled(make, tokens, tmp_path) -> None:
 
 
 class Stored(nn.Parameter):
-    """A tensor that knows where it is stored, and is a larger object than a plain one for it."""
+    """A tensor that records its storage place, which makes it a larger object."""
 
     __slots__ = ("end", "file", "start")
 
 
 class Read(UserDict):
-    """A state dict that makes a new tensor whenever one is asked for, often in the place of one that is gone."""
+    """A state dict that makes a new tensor on each access, often at the address of a freed one."""
 
     def __getitem__(self, name: str) -> Tensor:
         return super().__getitem__(name).clone().as_subclass(Stored)
 
 
 def test_values_that_are_read_when_asked_for(make) -> None:
-    """Each name has its own: a tensor in the memory of one that is gone is not taken for it."""
+    """Each name has its own values, even if a new tensor has a freed tensor's address."""
     shapes = {name: p.shape for name, p in make().named_parameters()}
     places = {"": "cpu"} | dict.fromkeys(shapes, "meta")
     model = dispatch_model(make(), places, main_device="cpu", state_dict=Read(make().state_dict()))
@@ -290,7 +290,7 @@ def test_values_that_are_read_when_asked_for(make) -> None:
 
 
 def test_a_tied_weight_is_copied_once(make, monkeypatch) -> None:
-    """And not for each of its names."""
+    """A tied weight is copied once, not once per name."""
     model, move, copied = make(), Tensor.to, []
     monkeypatch.setattr(Tensor, "to", lambda self, *to, **how: (copied.append(self), move(self, *to, **how))[1])
     places = {"": "cpu", "embedding.weight": "meta", "head.weight": "meta"}

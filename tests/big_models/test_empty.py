@@ -1,4 +1,4 @@
-"""Models are built without memory, or where they will be."""
+"""Models are built without memory, or on their final device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_plugin.utils import find_tied_parameters
 
 
 def test_parameters_have_no_memory_and_buffers_have(make) -> None:
-    """Shapes, types, `requires_grad` and ties are there; buffers keep what the model computed."""
+    """Shapes, dtypes, `requires_grad` and ties exist without memory. Buffers keep computed values."""
     plain = make()
     with init_empty_weights():
         model = make()
@@ -29,7 +29,7 @@ def test_parameters_have_no_memory_and_buffers_have(make) -> None:
 
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_buffers_too(make, by_variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On request, by argument or environment."""
+    """Buffers have no memory either on request, by argument or environment."""
     if by_variable:
         monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "true")
     with init_empty_weights(include_buffers=None if by_variable else True):
@@ -38,7 +38,7 @@ def test_buffers_too(make, by_variable: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_parameter_of_two_modules() -> None:
-    """One that was made before either of them becomes one."""
+    """A parameter of two modules, created before both, stays one."""
     with init_on_device("meta"):
         shared = nn.Parameter(torch.ones(3), requires_grad=False)
         a, b = nn.Module(), nn.Module()
@@ -50,20 +50,20 @@ def test_a_parameter_of_two_modules() -> None:
 
 
 def test_after_an_error() -> None:
-    """Modules are built as always."""
+    """After an error modules are built normally."""
     with pytest.raises(KeyError), init_empty_weights():
         raise KeyError
     assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_on_a_device_that_is_there() -> None:
-    """With values."""
+    """On an existing device models have values."""
     with init_on_device(torch.device("cpu")):
         assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 def test_outermost_modules() -> None:
-    """Those that nobody holds; not what was there for a moment only, and not what is made afterwards."""
+    """Outermost modules have no parent. Temporary modules and later ones are excluded."""
     before = nn.Linear(1, 1)
     with outermost_modules() as outermost:
         first = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers  # whose models are imported when a test asks for them
+import transformers  # whose models are imported on first use
 
 from zero_plugin import dispatch_model, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
 from zero_plugin.utils import compute_module_sizes, find_tied_parameters, get_state_dict_offloaded_model
@@ -39,7 +39,7 @@ def empty() -> transformers.GPT2LMHeadModel:
 
 
 def test_spread_by_limits(plain: transformers.GPT2LMHeadModel, checkpoint: Path) -> None:
-    """Blocks stay whole, logits and generated tokens are the plain model's, and nothing is written."""
+    """Blocks stay whole, logits and generated tokens equal the plain model's, and no file is written."""
     model = empty()
     sizes = compute_module_sizes(model)
     block = sizes["transformer.h.0"]
@@ -58,7 +58,7 @@ def test_spread_by_limits(plain: transformers.GPT2LMHeadModel, checkpoint: Path)
 
 
 def test_all_on_disk_in_bf16(plain: transformers.GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
-    """The tied weight is read for both of its modules, from the one file that has it."""
+    """Both modules read the tied weight from the one file that has it."""
     model = load_checkpoint_and_dispatch(
         empty(), checkpoint, {"": "disk"}, dtype="bfloat16", offload_folder=tmp_path, strict=True
     )
@@ -72,7 +72,7 @@ def test_all_on_disk_in_bf16(plain: transformers.GPT2LMHeadModel, checkpoint: Pa
 
 
 def test_a_model_with_weights(plain: transformers.GPT2LMHeadModel, tmp_path: Path) -> None:
-    """Its part on disk is written, each tensor once, and its memory is free."""
+    """The disk part of a model with weights is written, each tensor once, and its memory is freed."""
     model = make()
     model.load_state_dict(plain.state_dict())
     places = infer_auto_device_map(model, {"cpu": 25_000})

@@ -1,4 +1,4 @@
-"""Hooks run around a forward, and leave nothing behind."""
+"""Hooks run around a forward and leave no trace when removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class After(ModelHook):
 
 
 def test_arguments_and_output() -> None:
-    """Go through the hook, also when `forward` is called by name; name and signature stay."""
+    """Arguments and output pass through the hook, also by the name `forward`. Name and signature stay."""
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     expected = layer(x + 1)
     assert add_hook_to_module(layer, Before()) is layer
@@ -49,7 +49,7 @@ def test_arguments_and_output() -> None:
 
 
 def test_a_second_hook() -> None:
-    """Takes the first one's place, or follows it."""
+    """A second hook replaces the first, or follows it."""
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     plain = layer(x)
     add_hook_to_module(layer, After())
@@ -61,7 +61,7 @@ def test_a_second_hook() -> None:
 
 
 def test_a_forward_of_the_modules_own() -> None:
-    """Comes back when the hook goes."""
+    """A module's own forward returns when the hook is removed."""
     layer = nn.Linear(3, 3)
     own = layer.forward = lambda x: x * 3
     add_hook_to_module(layer, After())
@@ -71,7 +71,7 @@ def test_a_forward_of_the_modules_own() -> None:
 
 
 def test_no_grad() -> None:
-    """Where the hook says so."""
+    """no_grad applies if the hook sets it."""
     layer = nn.Linear(3, 3)
     hook = After()
     hook.no_grad = True
@@ -82,7 +82,7 @@ def test_no_grad() -> None:
 
 
 def test_a_traced_graph() -> None:
-    """Can be changed after the hook has gone."""
+    """A traced graph can be changed after the hook is removed."""
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3)))
     x = torch.randn(2, 3)
     before = graph(x)
@@ -99,7 +99,7 @@ def test_a_traced_graph() -> None:
 @pytest.mark.parametrize("offload_buffers", [False, True])
 @pytest.mark.parametrize("with_map", [False, True])
 def test_hooks_on_every_module(offload_buffers: bool, with_map: bool) -> None:
-    """Weights are on the meta device between forwards, and back when the hooks are gone."""
+    """Weights are on the meta device between forwards, and return when the hooks are removed."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).eval()
     x = torch.randn(2, 3)
     expected = model(x)
@@ -123,14 +123,14 @@ def test_hooks_on_every_module(offload_buffers: bool, with_map: bool) -> None:
 
 
 def test_one_hook() -> None:
-    """By Accelerate's arguments; it tells them."""
+    """A hook takes Accelerate's arguments and exposes them."""
     layer = nn.Linear(3, 3)
     hook = AlignDevicesHook(execution_device="cpu", offload=True)
     add_hook_to_module(layer, hook)
     assert has_offloaded_params(layer)
     assert repr(hook).startswith("AlignDevicesHook(execution_device='cpu', offload=True, io_same_device=False")
     assert layer(torch.ones(3)).shape == (3,)
-    layer.weight = nn.Parameter(torch.zeros(3, 3))  # stays: it is what the user wants
+    layer.weight = nn.Parameter(torch.zeros(3, 3))  # stays, because the user wants the hook
     assert torch.equal(layer(torch.ones(3)), layer._hf_hook.weights_map["bias"])
     wrong = nn.Linear(3, 3)
     add_hook_to_module(
@@ -141,7 +141,7 @@ def test_one_hook() -> None:
 
 
 def test_modules_without_hooks_are_aligned_too() -> None:
-    """What is written inside stays."""
+    """Values written inside stay, in modules without hooks too."""
     layer = nn.Linear(2, 2)
     assert not has_offloaded_params(layer)
     weight = layer.weight
@@ -152,7 +152,7 @@ def test_modules_without_hooks_are_aligned_too() -> None:
 
 
 def test_a_pipeline_of_models() -> None:
-    """The one before goes back to CPU memory; on the CPU alone nothing moves and values are the same."""
+    """The previous model returns to CPU memory. On the CPU alone nothing moves and values are equal."""
     first, second, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3)
     expected = second(first(x))
     first, hook = cpu_offload_with_hook(first, "cpu")
@@ -168,7 +168,7 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_layers_stored_in_a_small_type() -> None:
-    """Computed in the large one; what is named, and what is no layer with weights of its own, stays as it is."""
+    """Layers are computed in the large dtype. Named ones, and modules without own weights, stay unchanged."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     stored = model[0].weight.detach().to(torch.float8_e4m3fn).float()
     attach_layerwise_casting_hooks(

@@ -1,4 +1,4 @@
-"""Big-model inference stands by itself."""
+"""Big-model inference is independent of the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def test_what_it_loads() -> None:
-    """No strategy, no DeepSpeed, no transformers, and not torch's compiler, which takes seconds."""
+    """It loads no strategy, DeepSpeed, transformers, or torch compiler, which takes seconds."""
     code = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""A checkpoint goes straight to where its parts will be; on disk they stay in the files that they are in."""
+"""A checkpoint is loaded straight to its parts' places. Disk parts stay in their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACES = {"": "disk", "blocks.1": "cpu"}
 
 
 def sharded(state: dict[str, torch.Tensor], folder: Path) -> Path:
-    """Tied weights once, tensors dealt over two files, and the index."""
+    """Write tied weights once, tensors spread over two files, and the index."""
     state = {name: tensor for name, tensor in state.items() if name != "head.weight"}
     files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     parts = {files[0]: dict(list(state.items())[::2]), files[1]: dict(list(state.items())[1::2])}
@@ -47,7 +47,7 @@ def empty(make):
 @pytest.mark.parametrize("places", [{"": "cpu"}, {"": "disk"}, PLACES])
 @pytest.mark.parametrize("offload_buffers", [False, True])
 def test_values_are_the_checkpoints(make, empty, tokens, checkpoint, tmp_path, places, offload_buffers) -> None:
-    """Buffers of parts on disk too; nothing is written, and tied weights are one."""
+    """Buffers of disk parts have values too, no file is written, and tied weights are one."""
     before = sorted(tmp_path.rglob("*"))
     model = load_checkpoint_and_dispatch(empty, checkpoint, places, offload_buffers=offload_buffers, strict=True)
     assert torch.equal(model(tokens)["logits"], make()(tokens)["logits"])
@@ -57,7 +57,7 @@ def test_values_are_the_checkpoints(make, empty, tokens, checkpoint, tmp_path, p
 
 
 def test_in_two_calls(make, empty, tokens, checkpoint, tmp_path) -> None:
-    """The folder keeps nothing but where the parts on disk are."""
+    """In two calls, the folder holds only references to the disk parts."""
     folder = tmp_path / "offload"
     with pytest.raises(ValueError, match="pass an offload_folder, where dispatch_model finds them again"):
         load_checkpoint_in_model(empty, checkpoint, PLACES)
@@ -68,7 +68,7 @@ def test_in_two_calls(make, empty, tokens, checkpoint, tmp_path) -> None:
 
 
 def test_torch_files_are_written_for_the_disk(make, empty, tokens, tmp_path) -> None:
-    """And need a folder; without parts on disk they do not."""
+    """torch files are rewritten for the disk and need a folder. Without disk parts they need none."""
     file = tmp_path / "pytorch_model.bin"
     torch.save(make().state_dict(), file)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is not safetensors, .* pass an offload_folder"):
@@ -87,7 +87,7 @@ def test_torch_files_are_written_for_the_disk(make, empty, tokens, tmp_path) -> 
 
 @pytest.mark.parametrize("with_folder", [False, True])
 def test_another_type(make, empty, tokens, checkpoint, tmp_path, with_folder) -> None:
-    """Floating tensors have it wherever they are; smaller ones are written once where there is a folder."""
+    """Floating-point tensors get the dtype everywhere. With a folder, smaller ones are written once."""
     expected = make().to(torch.bfloat16)(tokens)["logits"]
     folder = tmp_path / "offload" if with_folder else None
     model = load_checkpoint_and_dispatch(empty, checkpoint, PLACES, dtype="bfloat16", offload_folder=folder)
@@ -100,7 +100,7 @@ def test_another_type(make, empty, tokens, checkpoint, tmp_path, with_folder) ->
 
 
 def test_the_models_type_by_default(make, tokens, tmp_path) -> None:
-    """On every place alike, so that a model in fp32 reads a 16-bit checkpoint as fp32."""
+    """The model's dtype is the default in every place, so an fp32 model reads a 16-bit checkpoint as fp32."""
     half = {name: tensor.half() for name, tensor in make().state_dict().items() if tensor.is_floating_point()}
     half.pop("head.weight")
     save_file(half, tmp_path / "model.safetensors")
@@ -114,7 +114,7 @@ def test_the_models_type_by_default(make, tokens, tmp_path) -> None:
 
 
 def test_some_modules_in_fp32(empty, checkpoint) -> None:
-    """By a part of their names."""
+    """Modules are kept in fp32 by a part of their names."""
     load_checkpoint_in_model(empty, checkpoint, dtype=torch.float16, keep_in_fp32_modules=["norm"])
     types = {name: p.dtype for name, p in empty.named_parameters()}
     assert types["blocks.0.norm.weight"] == torch.float32
@@ -122,7 +122,7 @@ def test_some_modules_in_fp32(empty, checkpoint) -> None:
 
 
 def test_without_a_map(make, tokens, checkpoint) -> None:
-    """Parameters stay the same objects, as an optimizer knows them; those without values go to the CPU."""
+    """Parameters stay the same objects, as optimizers need. Those without values go to the CPU."""
     model = make()
     with torch.no_grad():
         for p in model.parameters():
@@ -135,7 +135,7 @@ def test_without_a_map(make, tokens, checkpoint) -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "balanced", "balanced_low_0", "sequential"])
 def test_maps_that_are_worked_out(make, empty, tokens, checkpoint, policy) -> None:
-    """Under limits; what does not fit goes to disk."""
+    """Under limits, a map is computed, and the rest goes to disk."""
     limits = {"cpu": 264 + 44 + 320}
     model = load_checkpoint_and_dispatch(empty, checkpoint, policy, limits, no_split_module_classes=["Block"])
     assert model.hf_device_map == {"embedding": "cpu", "head": "cpu", "blocks": "disk"}
@@ -143,7 +143,7 @@ def test_maps_that_are_worked_out(make, empty, tokens, checkpoint, policy) -> No
 
 
 def test_names_that_differ(make, empty, checkpoint, tmp_path, caplog) -> None:
-    """Are named in warnings, or with `strict` in an error before anything has changed."""
+    """Differing names are warnings, or with `strict` an error before any change."""
     state = make().state_dict()
     del state["head.weight"], state["head.bias"]
     save_file({**state, "stranger": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -162,7 +162,7 @@ def test_names_that_differ(make, empty, checkpoint, tmp_path, caplog) -> None:
 
 
 def test_other_shapes(make, empty, tmp_path) -> None:
-    """All that differ are named, before anything has changed; on disk too."""
+    """All differing shapes are named before any change, on disk too."""
     state = {**make().state_dict(), "head.bias": torch.ones(3), "blocks.0.scale": torch.ones(1)}
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_other_shapes(make, empty, tmp_path) -> None:
 
 
 def test_files_that_are_not_there_or_damaged(empty, checkpoint, tmp_path) -> None:
-    """The message names the file."""
+    """The message names a missing or damaged file."""
     second = checkpoint / "model-00002-of-00002.safetensors"
     second.write_bytes(second.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: "):
@@ -208,7 +208,7 @@ def test_files_that_are_not_there_or_damaged(empty, checkpoint, tmp_path) -> Non
     ],
 )
 def test_arguments_that_cannot_be(empty, checkpoint, arguments, message) -> None:
-    """Each says what is legal; before anything is loaded."""
+    """Each impossible argument says what is legal, before anything is loaded."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU 0")
     with pytest.raises(ValueError, match=message):
@@ -219,7 +219,7 @@ def test_arguments_that_cannot_be(empty, checkpoint, arguments, message) -> None
 
 
 def test_one_file_as_a_dict(make, checkpoint, tmp_path) -> None:
-    """Of both formats, with places where they are given."""
+    """Files of both formats are read as a dict, with devices if given."""
     expected = make().state_dict()
     torch.save(expected, tmp_path / "weights.pt")
     assert load_state_dict(tmp_path / "weights.pt").keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""What is on disk takes no memory of the process beyond what the system can drop at any time."""
+"""Disk parts use no process memory except pages that the system can drop at any time."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def measure(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize(("kind", "mebibytes"), [("disk", 0), ("half", 48), ("bin", 0)])
 def test_memory_is_that_of_the_part_on_the_cpu(folder: Path, kind: str, mebibytes: int) -> None:
-    """96 MiB of weights: loading and two forwards take what is on the CPU, and less than three layers beside."""
+    """For 96 MiB of weights, loading and two forwards use the CPU part plus less than three layers."""
     most = int(measure(folder, kind))
     assert mebibytes - 2 <= most < mebibytes + 12

@@ -1,4 +1,4 @@
-"""Which part goes where, by bytes."""
+"""The assignment of parts to devices, by bytes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def layers(**widths: tuple[int, int]) -> nn.Sequential:
 
 @pytest.fixture
 def three() -> nn.Module:
-    """64, 72 (of which 8 an integer) and 100 bytes."""
+    """Create modules of 64, 72 (8 of them an integer) and 100 bytes."""
     return nn.Sequential(OrderedDict(linear1=nn.Linear(3, 4), batchnorm=nn.BatchNorm1d(4), linear2=nn.Linear(4, 5)))
 
 
 def test_room_for_the_largest_layer_is_kept(three: nn.Module) -> None:
-    """On the first GPU, and on the host; not on others. What is left goes to disk."""
+    """Memory for the largest layer is reserved on the first GPU and the CPU only. The rest goes to disk."""
     assert compute_module_sizes(three)[""] == 236
     two = {0: 200, 1: 200}
     assert infer_auto_device_map(three, two) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
@@ -45,14 +45,14 @@ def test_room_for_the_largest_layer_is_kept(three: nn.Module) -> None:
 
 
 def test_types_that_tensors_will_have(three: nn.Module) -> None:
-    """Sizes are those of the types asked for."""
+    """Sizes are those of the requested dtypes."""
     assert infer_auto_device_map(three, {0: 122, "cpu": 1}, dtype="float16") == {"": 0}
     bigger = {"linear1.weight": torch.float64}
     assert infer_auto_device_map(three, {0: 122, "cpu": 999}, dtype="float16", special_dtypes=bigger) != {"": 0}
 
 
 def test_modules_are_divided_down_to_tensors(make) -> None:
-    """A block is divided unless its class is named; its own tensors, buffers too, have a place then."""
+    """A block is split unless its class is listed. Its own tensors and buffers then have a device."""
     model = make()
     sizes = compute_module_sizes(model)
     limits = {0: sizes["embedding"] + sizes["head"] + sizes["blocks.0"] - 1, 1: 10_000}
@@ -68,7 +68,7 @@ def test_modules_are_divided_down_to_tensors(make) -> None:
 
 
 def test_tied_weights_go_together() -> None:
-    """With the modules that hold them, which count once; a module that holds one of them is divided before it moves."""
+    """Tied weights go with their modules and count once. A module with one of them is split before it moves."""
     model = layers(first=(4, 4), middle=(4, 4), last=(4, 4))
     model.last.weight = model.first.weight
     assert infer_auto_device_map(model, {0: 176, 1: 200}) == {"": 0}
@@ -80,7 +80,7 @@ def test_tied_weights_go_together() -> None:
 
 
 def test_a_later_part_that_fits() -> None:
-    """With `fallback_allocation`, a place is not left empty because the next module is too large."""
+    """With `fallback_allocation`, a later smaller module fills a device that the next one does not fit."""
     model = nn.Sequential(OrderedDict(module=layers(linear1=(10, 4), linear2=(4, 4), linear3=(4, 8))))
     assert infer_auto_device_map(model, {0: 256}) == {"": "disk"}
     found = infer_auto_device_map(model, {0: 256}, fallback_allocation=True)
@@ -91,7 +91,7 @@ def test_a_later_part_that_fits() -> None:
 
 
 def test_decisions_are_told(three: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    """On request."""
+    """Decisions are logged on request."""
     infer_auto_device_map(three, {0: 200, "cpu": 1000}, verbose=True, offload_buffers=True)
     said = capsys.readouterr().out
     assert "linear1 (64 bytes) goes to 0." in said
@@ -99,7 +99,7 @@ def test_decisions_are_told(three: nn.Module, capsys: pytest.CaptureFixture[str]
 
 
 def test_buffers_that_no_gpu_has_room_for(three: nn.Module) -> None:
-    """A warning says what to pass; with that there is none."""
+    """A warning for buffers that fit no GPU says what to pass. With that argument no warning appears."""
     three.linear2.register_buffer("large", torch.ones(1000))
     limits = {0: 300, "cpu": "1GB"}
     with pytest.warns(UserWarning, match="take 4040 bytes there.*offload_buffers=True"):
@@ -110,7 +110,7 @@ def test_buffers_that_no_gpu_has_room_for(three: nn.Module) -> None:
 
 
 def test_a_module_under_two_names() -> None:
-    """Both have a place."""
+    """A module under two names has both in the map."""
     linear = nn.Linear(2, 2)
     model = nn.Sequential(OrderedDict(a=linear, b=linear, c=nn.Linear(2, 2)))
     placed = infer_auto_device_map(model, {"cpu": 48}, clean_result=False)
@@ -119,7 +119,7 @@ def test_a_module_under_two_names() -> None:
 
 
 def test_cleaning() -> None:
-    """Parts of one place become their module, at every level; others stay."""
+    """Parts on one device become their module, at every level. Others stay."""
     assert clean_device_map({"a": 0, "b": 0}) == {"": 0}
     assert clean_device_map({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 2, "c.z": 3}) == {
         "a": 0,
@@ -131,7 +131,7 @@ def test_cleaning() -> None:
 
 
 def test_balanced(three: nn.Module) -> None:
-    """Equal parts and a layer on all GPUs but the last; places with 0 take no part."""
+    """All GPUs but the last get equal parts plus a layer. Devices with 0 take no part."""
     for limits, expected in (
         ({0: 200, 1: 200}, {0: 200, 1: 200}),
         ({0: 300, 1: 500}, {0: 215, 1: 500}),
@@ -146,7 +146,7 @@ def test_balanced(three: nn.Module) -> None:
 
 
 def test_limits(caplog: pytest.LogCaptureFixture) -> None:
-    """What is free by default; texts are sizes; a GPU that is not here is a warning, another word an error."""
+    """Free memory is the default, texts are sizes, a missing GPU is a warning, any other key an error."""
     assert get_max_memory()["cpu"] > 2**20
     given = {"cpu": "1KB", 5: 7}
     with caplog.at_level(logging.WARNING):
@@ -158,7 +158,7 @@ def test_limits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_model_of_a_hundred_layers_on_the_meta_device() -> None:
-    """Takes no memory, and little time."""
+    """A model of a hundred layers on the meta device takes no memory, and little time."""
     with init_empty_weights():
         model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(100)])
     placed = infer_auto_device_map(model, {0: "1GB", 1: "2GB", "cpu": "1GB"})
@@ -168,7 +168,7 @@ def test_a_model_of_a_hundred_layers_on_the_meta_device() -> None:
 
 
 def test_the_largest_layer(three: nn.Module) -> None:
-    """A tensor, a module without modules inside, or one of the classes named."""
+    """The largest layer is a tensor, a module without children, or one of the listed classes."""
     sizes = compute_module_sizes(three)
     assert get_max_layer_size(list(three.named_children()), sizes, []) == (100, ["linear2"])
     assert calculate_maximum_sizes(three) == (236, (100, ["linear2"]))

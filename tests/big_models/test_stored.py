@@ -1,4 +1,4 @@
-"""Weights in files are read when they are used."""
+"""Weights in files are read on use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 4)])
 def test_one_tensor(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Of any type and shape, contiguous or not; writing into what was read leaves the file as it is."""
+    """A tensor of any dtype, shape and layout is read. Writing to it leaves the file unchanged."""
     weight = torch.randn(shape).to(dtype)
     weight = weight.T if weight.ndim == 2 else weight
     index = offload_weight(weight, "weight", tmp_path, {})
@@ -43,7 +43,7 @@ def test_one_tensor(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) 
 
 
 def test_from_memory_and_files(tmp_path: Path) -> None:
-    """By one map; what is in memory comes first; a file can be written anew while it is mapped."""
+    """One map covers memory and files, memory first. A mapped file can be rewritten."""
     state = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).state_dict()
     first, second = (
         extract_submodules_state_dict(state, ["0"]),
@@ -68,7 +68,7 @@ def test_from_memory_and_files(tmp_path: Path) -> None:
 
 
 def test_out_of_safetensors(tmp_path: Path) -> None:
-    """Under other names and types; mapped once, so that the same tensor is the same memory."""
+    """Tensors are read under other names and dtypes. A file is mapped once, so equal tensors share memory."""
     file = tmp_path / "some.safetensors"
     save_file({"a": torch.ones(3)}, file)
     entry = {"safetensors_file": str(file), "weight_name": "a"}
@@ -78,7 +78,7 @@ def test_out_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    """Are named."""
+    """Missing files are named."""
     with pytest.raises(CheckpointError, match=r"gone\.dat"):
         load_offloaded_weight(tmp_path / "gone.dat", {"dtype": "float32", "shape": [3]})
     (tmp_path / "short.dat").write_bytes(b"1234")
@@ -87,7 +87,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_into_a_model(tmp_path: Path) -> None:
-    """On the CPU; ties that this broke are made again."""
+    """Values are loaded on the CPU, and broken ties are restored."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("meta")
     values = {f"{i}.{name}": torch.ones(shape) for i in (0, 1) for name, shape in (("weight", (3, 3)), ("bias", (3,)))}
     offload_state_dict(tmp_path, values)

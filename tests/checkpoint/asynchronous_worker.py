@@ -1,4 +1,4 @@
-"""Saves behind the training, and falls off its end: STORE RANK WORLD FOLDER HOW, where HOW is `slow` or `full`."""
+"""Saves asynchronously and ends without end_training(): STORE RANK WORLD FOLDER HOW, where HOW is `slow` or `full`."""
 
 from __future__ import annotations
 

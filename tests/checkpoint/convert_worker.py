@@ -1,8 +1,8 @@
-"""Real DeepSpeed engines write checkpoints, which are imported and gone on from: STORE RANK WORLD FOLDER CASES.
+"""Imports checkpoints of real DeepSpeed engines and resumes from them: STORE RANK WORLD FOLDER CASES.
 
-CASES is a JSON list. Each has a `name`; the engine's `zero` section and `precision`; the number of parameter `groups`;
-the `path` on which the imported checkpoint goes on; and perhaps `universal`, the stages at which an engine goes on from
-the import's export. Losses and values are written into a folder of the case's name.
+CASES is a JSON list. Each case has a `name`, the engine's `zero` section and `precision`, the number of parameter
+`groups`, and the `path` that resumes from the imported checkpoint. An optional `universal` lists the stages at which an
+engine resumes from the import's export. Losses and values are written into a folder with the case's name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAVED_AFTER, STEPS = 3, 6
 
 
 class Net(nn.Module):
-    """Odd sizes, tied weights, a frozen layer, a scalar parameter and a buffer: [batch, 8] → [batch, 4]."""
+    """A model with odd sizes, ties, a frozen layer, a scalar parameter and a buffer: [batch, 8] → [batch, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def groups_of(net: nn.Module, count: int) -> list[dict[str, Any]]:
-    """One group, or matrices with decay and all else with another rate."""
+    """Return one parameter group, or two: matrices with weight decay, and the rest with another learning rate."""
     trained = [p for p in net.parameters() if p.requires_grad]
     if count == 1:
         return [{"params": trained, "weight_decay": 0.1}]
@@ -63,7 +63,7 @@ def groups_of(net: nn.Module, count: int) -> list[dict[str, Any]]:
 
 
 def make(seed: int, count: int, offloads: bool) -> tuple[nn.Module, Any, Any]:
-    """Model, optimizer, schedule."""
+    """Create model, optimizer and learning-rate scheduler."""
     torch.manual_seed(seed)
     net = Net()
     if offloads:
@@ -74,7 +74,7 @@ def make(seed: int, count: int, offloads: bool) -> tuple[nn.Module, Any, Any]:
 
 
 def engine_for(case: dict[str, Any], seed: int, **further: Any) -> Any:
-    """A bare engine."""
+    """Create a bare DeepSpeed engine."""
     offloads = "offload_optimizer" in case["zero"]
     net, optimizer, schedule = make(seed, case["groups"], offloads)
     config = {
@@ -91,7 +91,7 @@ def engine_for(case: dict[str, Any], seed: int, **further: Any) -> Any:
 
 
 def train(model: Any, step: Callable[[Tensor], None], first: int, last: int) -> list[float]:
-    """Mean losses over the processes."""
+    """Train. Return the mean losses over all processes."""
     losses = []
     for number in range(first, last):
         x, y = own_batch(number)
@@ -102,7 +102,7 @@ def train(model: Any, step: Callable[[Tensor], None], first: int, last: int) -> 
 
 
 def step_of(engine: Any) -> Callable[[Tensor], None]:
-    """Backward and step of a bare engine."""
+    """Return a function that runs backward and step of a bare engine."""
 
     def step(loss: Tensor) -> None:
         engine.backward(loss)
@@ -112,15 +112,15 @@ def step_of(engine: Any) -> Callable[[Tensor], None]:
 
 
 def write_source(case: dict[str, Any], folder: Path) -> list[float]:
-    """Train, save, note the engine's own full values, and go on; the later losses."""
+    """Train, save, write the engine's own full values, and continue. Return the later losses."""
     engine = engine_for(case, seed=0)
     train(engine, step_of(engine), 0, SAVED_AFTER)
     engine.save_checkpoint(folder / "deepspeed", tag="here")
     values: dict[str, Tensor] = {}
-    if case["zero"]["stage"] in (1, 2):  # else DeepSpeed finds the states of its first step only
+    if case["zero"]["stage"] in (1, 2):  # otherwise DeepSpeed finds only the states of its first step
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    # DeepSpeed's access points know nothing of the order that round_robin_gradients makes, and give wrong values.
+    # DeepSpeed's safe_get_full_* ignore the order of round_robin_gradients and return wrong values.
     has_access = case["zero"]["stage"] > 0 and not case["zero"].get("round_robin_gradients")
     for name, p in engine.module.named_parameters():
         if p.requires_grad and has_access:
@@ -138,7 +138,7 @@ def write_source(case: dict[str, Any], folder: Path) -> list[float]:
 
 
 def go_on(case: dict[str, Any], folder: Path) -> tuple[list[float], list[str]]:
-    """Load the imported checkpoint elsewhere, with other first weights, and go on."""
+    """Load the imported checkpoint on another path, into other initial weights, and resume."""
     with running(case["path"], mixed_precision="bf16" if case["precision"] == "bf16" else "no") as accelerator:
         net, optimizer, schedule = make(1, case["groups"], offloads=False)
         model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
@@ -155,9 +155,9 @@ def go_on(case: dict[str, Any], folder: Path) -> tuple[list[float], list[str]]:
 
 
 def go_on_universal(case: dict[str, Any], folder: Path, stage: int) -> list[float]:
-    """Have a bare engine load what was exported, and go on."""
+    """Load the export into a bare engine and resume."""
     other = {**case, "zero": {"stage": stage}}
-    engine = engine_for(other, seed=0, checkpoint={"load_universal": True})  # its frozen weights are not read
+    engine = engine_for(other, seed=0, checkpoint={"load_universal": True})  # frozen weights are not read
     path, _ = engine.load_checkpoint(folder / "universal")
     assert path is not None
     assert engine.global_steps == SAVED_AFTER
@@ -167,7 +167,7 @@ def go_on_universal(case: dict[str, Any], folder: Path, stage: int) -> list[floa
 
 
 def run_case(case: dict[str, Any], folder: Path) -> None:
-    """One case, see above."""
+    """Run one case (see the module docstring)."""
     folder.mkdir(exist_ok=True)
     result: dict[str, Any] = {"engine": write_source(case, folder)}
     dist.barrier()
@@ -186,7 +186,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    """Run every case, in one group of processes."""
+    """Run every case in one process group."""
     store, rank, world, folder, cases = sys.argv[1:6]
     with process_group(store, rank, world):
         deepspeed.init_distributed("gloo")
@@ -195,7 +195,7 @@ def main() -> None:
             run_case(case, Path(folder) / case["name"])
             if number == 0:
                 gc.collect()
-                gc.freeze()  # else every end_training() walks all that the imports made
+                gc.freeze()  # otherwise every end_training() walks all objects that the imports made
 
 
 if __name__ == "__main__":

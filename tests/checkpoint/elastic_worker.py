@@ -1,9 +1,9 @@
-"""Trains on one layout after another, going on from checkpoints of others: STORE RANK WORLD FOLDER TASKS.
+"""Trains on one layout after another and resumes from checkpoints of other layouts: STORE RANK WORLD FOLDER TASKS.
 
-TASKS is a JSON list. Each task has a `name`; the `layout` and `precision` to train in; the `width` of the model, and
-whether it has LoRA; and `load`, the name of the task whose checkpoint it goes on from, or null: then it trains from the
-start, and writes a checkpoint on the way. It writes the losses after that point, learning rates, digests of the weights
-in the end, and what was not as it should be, in its name.
+TASKS is a JSON list. Each task has a `name`, the `layout` and `precision` of the training, the hidden size `width` of
+the model, and whether the model has LoRA. `load` is the name of the task whose checkpoint is loaded, or null. A task
+with null trains from the start and writes a checkpoint on the way. Each task writes a file with its name: the losses
+after that point, learning rates, digests of the final weights, and all problems found.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.distributed import collectives
 
-SAVED_AFTER, STEPS = 2, 5  # the third step is one where DeepSpeed's CPU Adam could get another bias correction
-SAMPLES = 12  # of all processes together: 1 to 4 have equal parts of them
+SAVED_AFTER, STEPS = 2, 5  # at the third step DeepSpeed's CPU Adam could use another bias correction
+SAMPLES = 12  # of all processes together: 1 to 4 processes get equal parts
 STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Experts(nn.Module):
-    """Adds to each row what one of three experts makes of it: [batch, 8] → [batch, 8]."""
+    """Layer that adds to each row the output of one of three experts: [batch, 8] → [batch, 8]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    """Experts, odd sizes, tied and frozen weights, a scalar parameter, buffers: [batch, 8] → [batch, 4]."""
+    """A model with experts, odd sizes, tied and frozen weights, a scalar and buffers: [batch, 8] → [batch, 4]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Net(nn.Module):
 
 
 def make_net(width: int, *, lora: bool) -> nn.Module:
-    """The model of all tasks; with `lora`, adapters on the frozen layer, as peft makes them."""
+    """Create the model of all tasks. With `lora`, the frozen layer gets adapters, as in peft."""
     net = Net(width)
     if lora:
         import peft
@@ -96,7 +96,7 @@ def make_net(width: int, *, lora: bool) -> nn.Module:
 
 
 def own_batch(step: int) -> tuple[Tensor, Tensor]:
-    """This process' part of a batch that no process sees all experts' rows of, where there are three or more."""
+    """Return this process's part of a batch. With three or more processes, none sees rows of all experts."""
     x, y = global_batch(step, SAMPLES)
     x[:, :3] = 0.1 * x[:, :3] + 2 * torch.eye(3).repeat_interleave(SAMPLES // 3, 0)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -104,7 +104,7 @@ def own_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def config_of(layout: str, swap: Path) -> tuple[str, dict[str, Any] | None]:
-    """The path that runs a layout, and what is added to its DeepSpeed configuration."""
+    """Return the path that runs a layout, and the additions to its DeepSpeed configuration."""
     if layout != "zero3-nvme":
         return layout, None
     nvme = {"device": "nvme", "nvme_path": str(swap)}
@@ -119,13 +119,13 @@ def config_of(layout: str, swap: Path) -> tuple[str, dict[str, Any] | None]:
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """All that a checkpoint has: `model`, `masters` and each state → name → tensor."""
+    """Return all tensors of a checkpoint: `model`, `masters` or a state → name → tensor."""
     files = [checkpoint / "model.safetensors", *(checkpoint / "optimizer").glob("*.safetensors")]
     return {file.stem: load_file(file) for file in files}
 
 
 def differing(found: dict[str, dict[str, Tensor]], stored: dict[str, dict[str, Tensor]]) -> Iterator[str]:
-    """What is not bit for bit what `stored` has: of weights and masters, its most precise values in the type found."""
+    """Yield bitwise differences from `stored`. Weights and masters are compared with the most precise values."""
     precise = {**stored["model"], **stored.get("masters", {})}
     for kind, tensors in found.items():
         wanted = precise if kind in ("model", "masters") else stored.get(kind, {})
@@ -137,7 +137,7 @@ def differing(found: dict[str, dict[str, Tensor]], stored: dict[str, dict[str, T
 
 
 def optimizer_tensors(module: nn.Module, optimizer: Any, layout: str) -> dict[str, dict[str, Tensor]]:
-    """Masters and states whole, as DeepSpeed's own functions or the torch optimizer have them. Collective."""
+    """Gather unpartitioned masters and states from DeepSpeed's functions or the torch optimizer. Collective."""
     found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("masters", *STATES)}
     for name, p in module.named_parameters():
         if not p.requires_grad:
@@ -151,12 +151,12 @@ def optimizer_tensors(module: nn.Module, optimizer: Any, layout: str) -> dict[st
 
 
 def whole_weights(optimizer: Any) -> dict[str, Tensor]:
-    """Every weight and buffer, frozen ones too. Collective."""
+    """Return every weight and buffer, frozen weights included. Collective."""
     return {name: tensor.clone() for name, tensor in optimizer.session.named_tensors()}
 
 
 def described(checkpoint: Path) -> tuple[Any, ...]:
-    """Steps, settings and members of the optimizer's groups."""
+    """Return the optimizer's steps, and settings and members of its groups."""
     optimizer = read_nested(checkpoint / "training")["models"][0]["optimizer"]
     settings = ("lr", "initial_lr", "betas", "eps", "weight_decay")
     groups = [(set(group["params"]), [group["settings"][key] for key in settings]) for group in optimizer["groups"]]
@@ -164,10 +164,10 @@ def described(checkpoint: Path) -> tuple[Any, ...]:
 
 
 def find_problems(accelerator: Any, module: nn.Module, optimizer: Any, task: dict[str, Any], folder: Path) -> list[str]:
-    """What is other than in the checkpoint that was loaded just now; the main process looks. Collective."""
+    """Compare with the checkpoint that was just loaded. The main process returns the differences. Collective."""
     source, again = folder / task["load"] / "checkpoint", folder / task["name"] / "again"
     states = {"model": whole_weights(optimizer)}
-    if not (task["layout"] == "zero0" and task["precision"] == "bf16"):  # DeepSpeed's wrapper there shows no names
+    if not (task["layout"] == "zero0" and task["precision"] == "bf16"):  # DeepSpeed's wrapper exposes no names there
         states |= optimizer_tensors(module, optimizer.optimizer, task["layout"])
     accelerator.save_state(again)
     problems = []
@@ -184,7 +184,7 @@ def find_problems(accelerator: Any, module: nn.Module, optimizer: Any, task: dic
 
 
 def find_unswapped(module: nn.Module, precision: str, swap: Path) -> list[str]:
-    """What should lie on NVMe, and does not. Collective."""
+    """Return what should be on NVMe and is not. Collective."""
     files, width = files_of(swap), 2 if precision == "bf16" else 4
     world = dist.get_world_size()
     large = {name: p.ds_numel // world for name, p in module.named_parameters() if p.ds_numel // world * width >= 2**20}
@@ -196,13 +196,13 @@ def find_unswapped(module: nn.Module, precision: str, swap: Path) -> list[str]:
 
 
 def run_task(task: dict[str, Any], folder: Path) -> None:
-    """One task, see above."""
+    """Run one task (see the module docstring)."""
     own, swap = folder / task["name"], folder / "swap"
     own.mkdir(exist_ok=True)
     swap.mkdir(exist_ok=True)
     path, section = config_of(task["layout"], swap)
     with running(path, deepspeed=section, mixed_precision=task["precision"]) as accelerator:
-        torch.manual_seed(0 if task["load"] is None else 1)  # what is equal in the end was loaded
+        torch.manual_seed(0 if task["load"] is None else 1)  # if the final states are equal, they were loaded
         net = make_net(task["width"], lora=task["lora"])
         decayed = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
         others = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
@@ -242,12 +242,12 @@ def run_task(task: dict[str, Any], folder: Path) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the tensor's bytes."""
+    """Return a digest of the tensor's bytes."""
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def main() -> None:
-    """Run every task, in one group of processes."""
+    """Run every task in one process group."""
     store, rank, world, folder, tasks = sys.argv[1:6]
     with process_group(store, rank, world):
         for number, task in enumerate(json.loads(tasks)):
@@ -255,7 +255,7 @@ def main() -> None:
             run_task(task, Path(folder))
             if number == 0:
                 gc.collect()
-                gc.freeze()  # else every end_training() walks all that the imports made
+                gc.freeze()  # otherwise every end_training() walks all objects that the imports made
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Trains, saves every other step, and goes on from what an earlier run has left: STORE RANK WORLD BOARD ARGUMENTS.
+"""Trains, saves every other step, and resumes from an earlier run's checkpoints: STORE RANK WORLD BOARD ARGUMENTS.
 
-BOARD is a file with a row of numbers for each process: its phase (index into PHASES), how often it has been in each,
-and its steps from SAVED on. The process dwells in each phase, so that it can be killed there. ARGUMENTS is JSON.
+BOARD is a file with a row of numbers for each process: its phase (index into PHASES), how often it entered each phase,
+and, from SAVED on, its steps. The process pauses in each phase, so a test can kill it there. ARGUMENTS is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 
 PHASES = ("none", "write", "fsync", "rename", "rotate")
-SAVED, REACHED = 8, 9  # steps that the last finished save had; steps taken
+SAVED, REACHED = 8, 9  # steps at the last finished save; steps taken
 
 
 def run(
@@ -50,17 +50,17 @@ def run(
     """Train.
 
     Args:
-        board: see above.
-        folder: where checkpoints and `losses.txt` are.
+        board: see the module docstring.
+        folder: holds the checkpoints and `losses.txt`.
         path: see `paths`.
-        naming: of the checkpoints: `automatic`, `numbered`, or `fixed`, always the same folder.
-        steps: after which the training ends.
-        saves: whether it saves at all.
-        must_load: something complete has to be there.
+        naming: how checkpoints are named: `automatic`, `numbered`, or `fixed` (always the same folder).
+        steps: number of steps after which the training ends.
+        saves: whether the run saves.
+        must_load: whether a complete checkpoint must exist.
         swaps: whether the file system can swap two names.
-        dwell: longest stay at one point of a phase, in seconds.
-        seed: of how long it stays.
-        asynchronous: whether it saves behind the training.
+        dwell: longest pause at one point of a phase, in seconds.
+        seed: seed of the pauses.
+        asynchronous: whether the run saves asynchronously.
     """
     row = board[dist.get_rank()]
     if dwell:
@@ -108,7 +108,7 @@ def run(
 
 
 def announce_phases(row: Any, dwell: float, draw: random.Random) -> None:
-    """Wrap what saving asks of the system: the phase is on the board before, between and after, with stays."""
+    """Wrap the system calls of a save. The board shows the phase before, during and after, with pauses."""
 
     def stay() -> None:
         time.sleep(draw.uniform(0, dwell))
@@ -136,7 +136,7 @@ def announce_phases(row: Any, dwell: float, draw: random.Random) -> None:
         setattr(owner, name, wrapped)
 
     class InParts:
-        """A file that is written in two parts, each on its way to the disk at once."""
+        """A file that is written in two parts, each flushed immediately."""
 
         def __init__(self, file: Any) -> None:
             self._file = file

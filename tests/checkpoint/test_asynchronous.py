@@ -1,4 +1,4 @@
-"""The end of a process that saves behind its training; all else is in tests/strategies/asynchronous_checks.py."""
+"""The end of a process that saves asynchronously. The rest is in tests/strategies/asynchronous_checks.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKER = Path(__file__).parent / "asynchronous_worker.py"
 
 @pytest.mark.processes
 def test_the_end_waits(run_processes: Callable[..., list[str]], tmp_path: Path) -> None:
-    """Also of scripts that never call end_training(); then the checkpoint is complete, and the exit code 0."""
+    """A process waits for its save, even without end_training(). The checkpoint is complete and the exit code 0."""
     outputs = run_processes(WORKER, 2, tmp_path / "saved", "slow")
     assert all("the script has ended False" in output for output in outputs), outputs
     assert find_damage(tmp_path / "saved") is None
@@ -24,7 +24,7 @@ def test_the_end_waits(run_processes: Callable[..., list[str]], tmp_path: Path) 
 
 @pytest.mark.processes
 def test_a_failure_at_the_end_is_told(tmp_path: Path) -> None:
-    """By a line that names the checkpoint, and the exit code."""
+    """A failed save logs a line that names the checkpoint, and changes the exit code."""
     command = [sys.executable, WORKER, tmp_path / "store", "0", "1", tmp_path / "saved", "full"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 1, run.stderr

@@ -1,4 +1,4 @@
-"""The checksums of pieces: where they are cut, what they find, and what is no complete set of them."""
+"""The checksums of pieces: where pieces are cut, what the checksums detect, and which sets are incomplete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse(byte: int, twice: bool) -> CheckpointError:
 
 
 def rows_of(data: bytes, *edges: int) -> list[tuple[int, int, int, int]]:
-    """As processes write them that have the bytes between the edges each."""
+    """Return rows as processes write them whose byte ranges end at `edges`."""
     parts = itertools.pairwise((len(HEADER), *edges, len(data)))
     return [(0, start, end, checksum(data[start:end])) for part in parts for start, end in cut(*part)]
 
@@ -40,7 +40,7 @@ def data() -> bytes:
 
 
 def test_pieces_are_cut_at_multiples() -> None:
-    """Of the size, in the file, so that who writes a part of a piece and who writes the rest agree."""
+    """Pieces are cut at multiples of the size in the file, so all writers of one piece agree on its bounds."""
     assert list(cut(5, 5)) == []
     assert list(cut(5, 2 * PIECE_BYTES + 1)) == [
         (5, PIECE_BYTES),
@@ -50,7 +50,7 @@ def test_pieces_are_cut_at_multiples() -> None:
 
 
 def test_what_is_missing_or_written_twice_is_named(data: bytes) -> None:
-    """By its first byte; the rows of several processes come in any order."""
+    """The first byte that is missing or written twice is named, in whatever order the processes' rows come."""
     rows = rows_of(data, 1000, PIECE_BYTES + 7)
     pieces = Pieces.of(HEADER, decoded(rows[::-1]), SIZE, refuse)
     assert pieces.ends[-1] == SIZE
@@ -73,7 +73,7 @@ def test_what_is_missing_or_written_twice_is_named(data: bytes) -> None:
 
 
 def test_pieces_that_cover_a_range(data: bytes) -> None:
-    """Those that have a byte of it, no others."""
+    """Exactly the pieces that share a byte with a range cover the range."""
     pieces = Pieces.of(HEADER, decoded(rows_of(data, 1000)), SIZE, refuse)
     edges = [0, 8, 1000, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES, SIZE]
     for start, end in itertools.combinations(sorted({*edges, 7, 9, 999, 1001, SIZE - 1}), 2):
@@ -83,7 +83,7 @@ def test_pieces_that_cover_a_range(data: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_every_flipped_bit_of_what_is_read_is_found(data: bytes, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Wherever ranges begin and end; and no other process' damage is."""
+    """Every flipped bit in a range that is read is found, and damage in other processes' ranges is ignored."""
     pieces = {"file": Pieces.of(HEADER, decoded(rows_of(data, 1000, PIECE_BYTES + 8)), SIZE, refuse)}
     count = (SIZE - len(HEADER)) // dtype.itemsize
     place = Place("file", {torch.uint8: "U8", torch.float32: "F32"}[dtype], (count,), len(HEADER))

@@ -1,4 +1,4 @@
-"""Conversions of one process: formats, safety, what is written where, and how much memory it takes."""
+"""Conversions in one process: formats, safety, output files, and memory use."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SECOND = torch.arange(1.0, 8.0)
 
 
 def quiet(_: int) -> None:
-    """No progress."""
+    """Show no progress."""
 
 
 def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any], protocol: int = 2) -> Path:
-    """A checkpoint of stage 3 with the content of its files."""
+    """Write a stage-3 checkpoint with the given file contents."""
     folder.mkdir()
     for rank, optimizer in enumerate(ranks):
         torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", pickle_protocol=protocol)
@@ -44,7 +44,7 @@ def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any]
 
 
 def stage_3(values: torch.Tensor, processes: int = 1, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Model and optimizer files of bf16 parameters `w` and `v`, trained by Adam; states are twice and thrice those."""
+    """Build model and optimizer files of bf16 `w` and `v`, trained by Adam. States are 2 and 3 times the values."""
     parts = [
         torch.cat([_padded(values, processes)[rank], _padded(SECOND, processes)[rank]]) for rank in range(processes)
     ]
@@ -76,7 +76,7 @@ def _padded(values: torch.Tensor, processes: int) -> tuple[torch.Tensor, ...]:
 
 
 def imported(source: Path, target: Path, **options: Any) -> Path:
-    """The checkpoint made of what is there."""
+    """Import the folder and return the checkpoint."""
     opened = open_source(source, **options)
     write_checkpoint(opened, target, max_shard_bytes=2**31, overwrite=False, progress=quiet)
     return target
@@ -84,7 +84,7 @@ def imported(source: Path, target: Path, **options: Any) -> Path:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder of two shards, with tied names, a bf16 weight, and a tensor that is not aligned."""
+    """Write a Hugging Face folder of two shards, with tied names, a bf16 weight and an unaligned tensor."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.arange(6.0).view(2, 3), "h": torch.ones(4, dtype=torch.bfloat16)}, folder / "one.safetensors")
@@ -101,7 +101,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 def test_a_model_folder_becomes_a_checkpoint(model_folder: Path, tmp_path: Path) -> None:
-    """Weights bit for bit, tied names, configuration and tokenizer; whole, and without an optimizer."""
+    """A model folder becomes a complete checkpoint: weights, tied names, configuration, tokenizer, no optimizer."""
     checkpoint = imported(model_folder, tmp_path / "out")
     assert find_damage(checkpoint) is None
     manifest = read_manifest(checkpoint)
@@ -117,7 +117,7 @@ def test_a_model_folder_becomes_a_checkpoint(model_folder: Path, tmp_path: Path)
 
 
 def test_a_model_folder_in_another_type_and_in_shards(model_folder: Path, tmp_path: Path) -> None:
-    """Floating weights are converted, integers are not; the configuration names the type; shards have an index."""
+    """Floating-point weights are converted and integers are not. The configuration names the dtype, shards an index."""
     source = open_source(model_folder)
     write_model(source, tmp_path / "hf", dtype=torch.bfloat16, max_shard_bytes=30, overwrite=False, progress=quiet)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -130,7 +130,7 @@ def test_a_model_folder_in_another_type_and_in_shards(model_folder: Path, tmp_pa
 
 
 def test_one_file(model_folder: Path, tmp_path: Path) -> None:
-    """Everything in the file that was named, and nothing beside it; another ending is refused."""
+    """One named file gets everything, and no other file is written. Another suffix is refused."""
     out = tmp_path / "there" / "all.safetensors"
     write_single_file(open_source(model_folder), out, dtype=None, overwrite=False, progress=quiet)
     assert [path.name for path in out.parent.iterdir()] == ["all.safetensors"]
@@ -145,7 +145,7 @@ def test_one_file(model_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
-    """Masters, states and settings of any number of ranks; 16-bit weights are the masters, rounded."""
+    """Partitions of any number of ranks are joined: masters, states, settings. 16-bit weights are rounded masters."""
     values = torch.randn(5, 2)
     model, optimizers = stage_3(values, processes)
     checkpoint = imported(deepspeed_folder(tmp_path / "ds", model, *optimizers), tmp_path / "out")
@@ -168,11 +168,11 @@ def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
         overwrite=False,
         progress=quiet,
     )
-    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], values)  # of the masters, not rounded
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], values)  # from the masters, not rounded
 
 
 def deepspeed_folder_with(scaler: Any, folder: Path) -> Path:
-    """A checkpoint of fp16 with a schedule of DeepSpeed's."""
+    """Write an fp16 checkpoint with one of DeepSpeed's learning-rate schedulers."""
     vars(scaler).update(cur_scale=1024, cur_iter=9, last_overflow_iter=4, cur_hysteresis=2, dtype=torch.half)
     model, optimizers = stage_3(torch.randn(4), lr_scheduler={"last_batch_iteration": 4})
     optimizers[0] |= {"loss_scaler": scaler, "dynamic_loss_scale": True}
@@ -180,7 +180,7 @@ def deepspeed_folder_with(scaler: Any, folder: Path) -> Path:
 
 
 def test_schedule_and_loss_scale_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's schedules count from -1, torch's from 0; its scaler is an object, of which only numbers are read."""
+    """Steps are converted: DeepSpeed counts from -1, torch from 0. From the pickled scaler only numbers are read."""
     scaler = type("DynamicLossScaler", (), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
     with monkeypatch.context() as patch:
         for name in ("deepspeed", scaler.__module__):
@@ -193,7 +193,7 @@ def test_schedule_and_loss_scale_go_along(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_room_is_looked_for_first(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a full disk nothing is written, and nothing is left."""
+    """With a full disk nothing is written, and no file is left."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=2**20))
     with pytest.raises(CheckpointError, match="does not fit"):
         imported(model_folder, tmp_path / "out")
@@ -201,7 +201,7 @@ def test_room_is_looked_for_first(model_folder: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    """Files of fewer ranks than wrote it, and a file that is cut off."""
+    """A missing rank and a truncated file are named."""
     model, optimizers = stage_3(torch.randn(8), 4)
     folder = deepspeed_folder(tmp_path / "ds", model, *optimizers[:3])
     with pytest.raises(CheckpointError, match="3 of the 4"):
@@ -213,7 +213,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -223,7 +223,7 @@ class Evil:
 
 
 def test_no_code_of_a_newer_pickle_runs(tmp_path: Path) -> None:
-    """Its names are put together while it is read, so that nobody can list them before; it is refused all the same."""
+    """A newer pickle builds names while it is read, so they cannot be listed first. It is refused all the same."""
     model, optimizers = stage_3(torch.randn(4), 1, client=Evil(tmp_path / "ran"))
     folder = deepspeed_folder(tmp_path / "ds", model, *optimizers, protocol=4)
     with pytest.raises(CheckpointError, match="--trust_pickle"):
@@ -232,7 +232,7 @@ def test_no_code_of_a_newer_pickle_runs(tmp_path: Path) -> None:
 
 
 def test_no_code_of_a_pickle_runs_unless_trusted(tmp_path: Path) -> None:
-    """The class is named and nothing runs; with trust it is read."""
+    """Without trust, the class is named and no code runs. With trust, the file is read."""
     model, optimizers = stage_3(torch.randn(4), 1, client=Evil(tmp_path / "ran"))
     folder = deepspeed_folder(tmp_path / "ds", model, *optimizers)
     with pytest.raises(CheckpointError, match=r"posix\.mkdir(.|\n)*--trust_pickle"):
@@ -251,7 +251,7 @@ def test_no_code_of_a_pickle_runs_unless_trusted(tmp_path: Path) -> None:
     ],
 )
 def test_other_parallelism_is_refused(name: str, part: str, tmp_path: Path) -> None:
-    """What was split otherwise than by ZeRO would be read wrongly."""
+    """A checkpoint that was split by anything other than ZeRO is refused."""
     model, optimizers = stage_3(torch.randn(4))
     folder = deepspeed_folder(tmp_path / "ds", model, *optimizers)
     (folder / name).parent.mkdir(exist_ok=True)
@@ -261,7 +261,7 @@ def test_other_parallelism_is_refused(name: str, part: str, tmp_path: Path) -> N
 
 
 def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
-    """Without names: equal shapes in two groups leave it open, and it says so; in one group of all they do not."""
+    """Nameless states are ambiguous with equal shapes in two groups, which is an error. In one group they are read."""
     module = OrderedDict(a=torch.zeros(2, 2), b=torch.ones(2, 2))
     state = {index: {"step": torch.tensor(1.0), "exp_avg": torch.full((2, 2), float(index))} for index in range(2)}
     notes: list[str] = []
@@ -279,9 +279,9 @@ def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
 
 @pytest.mark.parametrize("joined", [True, False], ids=["fused", "unfused"])
 def test_copies_of_fp16_weights_are_told_by_their_values(joined: bool) -> None:
-    """Without ZeRO, DeepSpeed's fp16 optimizers store 32-bit copies without names: of a group in one tensor, or apart.
+    """Without ZeRO, DeepSpeed's fp16 optimizers store nameless 32-bit copies: one tensor for a group, or separate ones.
 
-    A copy that is no parameter's leaves open whose the states are, and that is noted.
+    A copy that matches no parameter makes the states ambiguous, and that is noted.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (2, 2), "b": (3,), "c": (2, 2)}
@@ -312,7 +312,7 @@ def test_copies_of_fp16_weights_are_told_by_their_values(joined: bool) -> None:
 
 
 def test_what_is_there_is_replaced_only_when_asked_and_only_if_known(model_folder: Path, tmp_path: Path) -> None:
-    """A model is replaced whole, with none of its files left; a folder of other things never; an error leaves all."""
+    """A model is replaced completely, a folder of other files never. After an error everything is unchanged."""
     out, source = tmp_path / "out", open_source(model_folder)
     write_model(source, out, dtype=None, max_shard_bytes=30, overwrite=False, progress=quiet)
     with pytest.raises(CheckpointError, match="--overwrite"):
@@ -338,7 +338,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_if_known(model_folde
 def test_what_was_there_comes_back_where_the_new_one_cannot_take_its_name(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older model is moved aside only for a moment."""
+    """The older model is moved aside for a moment only, and comes back if the new one cannot take its name."""
 
     def fail(draft: Path, target: Path) -> None:
         raise CheckpointError("cannot be replaced")
@@ -353,7 +353,7 @@ def test_what_was_there_comes_back_where_the_new_one_cannot_take_its_name(
 
 
 def test_a_universal_checkpoint_holds_each_parameter_by_itself(tmp_path: Path) -> None:
-    """Straight from DeepSpeed's own folder too, where one buffer holds many: none of the others' bytes come along."""
+    """Each parameter has its own file, even from DeepSpeed's folder with one buffer for many: no foreign bytes."""
     model, optimizers = stage_3(torch.randn(50_000))
     folder = deepspeed_folder(tmp_path / "ds", model, *optimizers)
     write_universal(open_source(folder), tmp_path / "out", overwrite=False, progress=quiet)
@@ -363,13 +363,13 @@ def test_a_universal_checkpoint_holds_each_parameter_by_itself(tmp_path: Path) -
 
 
 def test_a_universal_checkpoint_needs_an_optimizer(model_folder: Path, tmp_path: Path) -> None:
-    """Weights alone are no state to go on from; the message names what to write instead."""
+    """Weights alone are not enough to resume from. The message names what to write instead."""
     with pytest.raises(CheckpointError, match="--to hf"):
         write_universal(open_source(model_folder), tmp_path / "out", overwrite=False, progress=quiet)
 
 
 def test_a_changed_byte_is_found(model_folder: Path, tmp_path: Path) -> None:
-    """Of a tensor, and of any other file."""
+    """A changed byte is found in tensors and in any other file."""
     checkpoint = imported(model_folder, tmp_path / "out")
     manifest = read_manifest(checkpoint)
     for file, place in (("model.safetensors", manifest.models[0].places[WEIGHT, "a"].start), ("training.json", 3)):
@@ -424,7 +424,7 @@ print(json.dumps({
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """Of a checkpoint of 210 MB with one tensor of 60 MB, no more than that tensor or a staging buffer is in memory."""
+    """Converting 210 MB with one tensor of 60 MB holds at most that tensor or a staging buffer in memory."""
     model, optimizers = stage_3(torch.ones(15_000_000), 2)
     deepspeed_folder(tmp_path / "ds", model, *optimizers)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints become ours, and ours become its universal ones, without losing a bit."""
+"""DeepSpeed's own checkpoints are imported, and ours exported as universal checkpoints, bit for bit."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all checkpoints and results are."""
+    """Return the folder of all checkpoints and results."""
     return tmp_path_factory.mktemp("convert")
 
 
 @pytest.fixture
 def finished(folder: Path, run_processes: Callable[..., list[str]], built_ops: None) -> Path:
-    """The folder, after two processes have run all cases."""
+    """Run all cases on two processes and return the folder."""
     if not any(folder.iterdir()):
         run_processes(WORKER, 2, folder, json.dumps(CASES))
     return folder
@@ -76,7 +76,7 @@ def finished(folder: Path, run_processes: Callable[..., list[str]], built_ops: N
 def test_any_number_of_processes(
     world: int, run_processes: Callable[..., list[str]], built_ops: None, tmp_path: Path
 ) -> None:
-    """All of the below for every case, and more."""
+    """Every case, and more, passes all tests below on any number of processes."""
     results = tmp_path / "results"
     results.mkdir()
     run_processes(WORKER, world, results, json.dumps(CASES + MORE), seconds=1000)
@@ -88,7 +88,7 @@ def test_any_number_of_processes(
 
 
 def result_of(finished: Path, name: str) -> dict[str, Any]:
-    """What a case has written."""
+    """Return the results of a case."""
     result: dict[str, Any] = json.loads((finished / name / "result.json").read_text())
     return result
 
@@ -97,7 +97,7 @@ def result_of(finished: Path, name: str) -> dict[str, Any]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> None:
-    """The imported checkpoint goes on elsewhere with the losses of the engine that wrote it."""
+    """The imported checkpoint resumes elsewhere with the losses of the engine that wrote it."""
     result = result_of(finished, case["name"])
     tolerance = tolerance_of(case["name"], half=case["precision"] == "bf16", exact=1e-6)
     assert result["imported"] == pytest.approx(result["engine"], rel=tolerance)
@@ -110,7 +110,7 @@ def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> Non
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> None:
-    """Each weight, master and state is bitwise what `safe_get_full_*` says; tied weights are there once."""
+    """Each weight, master and state equals `safe_get_full_*` bitwise. Tied weights are stored once."""
     checkpoint = finished / case["name"] / "imported"
     assert find_damage(checkpoint) is None
     assert read_manifest(checkpoint).models[0].tied == {"two.weight": "one.weight"}
@@ -119,7 +119,7 @@ def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> Non
     assert len(values) > 8
     for key, value in values.items():
         kind, name = key.split("/")
-        stored = tensors.get((kind, name)) or tensors[WEIGHT, name]  # an fp32 run's weights are its masters
+        stored = tensors.get((kind, name)) or tensors[WEIGHT, name]  # in fp32 the weights are the masters
         assert torch.equal(stored.unpartitioned(), value), key
     assert {name for kind, name in tensors if kind == WEIGHT} == {
         key.removeprefix("weight/") for key in values if key.startswith("weight/")
@@ -135,7 +135,7 @@ def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> Non
     ("name", "stage"), [(case["name"], stage) for case in CASES for stage in case.get("universal", ())]
 )
 def test_an_engine_goes_on_from_the_universal_export(name: str, stage: int, finished: Path) -> None:
-    """DeepSpeed's own loader takes it at another stage, with the same losses."""
+    """DeepSpeed's own loader reads the export at another stage and gives the same losses."""
     result = result_of(finished, name)
     tolerance = tolerance_of(name, half="bf16" in name, exact=1e-6)
     assert result["universal"][str(stage)] == pytest.approx(result["engine"], rel=tolerance)

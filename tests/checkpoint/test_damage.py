@@ -1,4 +1,4 @@
-"""Whatever is damaged of the newest checkpoint, the one before it is loaded, and one warning says why."""
+"""If any part of the newest checkpoint is damaged, the one before is loaded, and one warning says why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_plugin.errors import CheckpointError, DamagedError
 
 
 class Counter:
-    """An object with numbers and a tensor of its own."""
+    """A registered object with numbers and a tensor."""
 
     def __init__(self) -> None:
         self.state = {"count": 3, "mean": torch.arange(5.0), "kind": torch.float32}
@@ -38,7 +38,7 @@ class Counter:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[tuple[Accelerator, Callable[[], dict[str, Tensor]], list[Path]]]:
-    """Accelerator, what is loaded, and two checkpoints that differ in all of it."""
+    """Create an accelerator, the objects to load, and two checkpoints that differ in all parts."""
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def flip(place: int) -> Callable[[bytes], bytes]:
 
 
 def two_signs(content: bytes) -> bytes:
-    """Of two fp32 numbers, which a sum of words does not notice."""
+    """Flip the signs of two fp32 numbers, which a sum of words does not detect."""
     return content[:-5] + bytes([content[-5] ^ 128]) + content[-4:-1] + bytes([content[-1] ^ 128])
 
 
@@ -145,7 +145,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_the_one_before_is_loaded(kind: str, training: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """As it was saved; the warning names file and damage, and so does the error where there is no other."""
+    """The previous checkpoint is loaded unchanged. The warning, or the error without one, names file and damage."""
     accelerator, loaded, (older, newer) = training
     file, damage = DAMAGES[kind]
     accelerator.load_state(older)
@@ -170,7 +170,7 @@ def test_the_one_before_is_loaded(kind: str, training: Any, caplog: pytest.LogCa
 
 
 def test_a_disk_that_fails(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the system while it is read is damage too."""
+    """A read error of the system counts as damage."""
     accelerator, _, (older, newer) = training
     read = os.preadv
 
@@ -186,7 +186,7 @@ def test_a_disk_that_fails(training: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_damaged_is_rotated_by_who_goes_on_from_the_one_before(training: Any, tmp_path: Path) -> None:
-    """A launch that had to load an older checkpoint of a run continues that run."""
+    """A launch that loaded an older checkpoint of a run continues that run, and rotates the damaged one."""
     accelerator, _, (older, newer) = training
     overwrite("model.safetensors", flip(-100))(newer)
     accelerator.end_training()
@@ -203,7 +203,7 @@ def test_what_is_damaged_is_rotated_by_who_goes_on_from_the_one_before(training:
 
 
 def test_loading_while_another_job_saves(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replaced, or removed, while it is read is looked for again."""
+    """A checkpoint that is replaced or removed during the load is searched for again."""
     accelerator, loaded, (older, newer) = training
     accelerator.load_state(older)
     expected = loaded()
@@ -222,14 +222,14 @@ def test_loading_while_another_job_saves(training: Any, monkeypatch: pytest.Monk
 
 
 def test_unverified_where_asked(training: Any) -> None:
-    """`verify=False` reads what is there."""
+    """`verify=False` loads files without checking them."""
     accelerator, _, (_, newer) = training
     overwrite("model.safetensors", flip(-100))(newer)
     assert accelerator.load_state(newer, verify=False).folder == newer
 
 
 def test_files_of_hooks_are_verified(training: Any) -> None:
-    """What a hook has written is, before a hook reads it."""
+    """Files that a hook wrote are verified before a hook reads them."""
     accelerator, _, (older, _) = training
     accelerator.register_save_state_pre_hook(
         lambda models, weights, folder: Path(folder, "own.bin").write_bytes(b"own")
@@ -247,7 +247,7 @@ def test_files_of_hooks_are_verified(training: Any) -> None:
 
 @pytest.mark.parametrize("flips", [40, pytest.param(2000, marks=pytest.mark.campaign)])
 def test_no_flipped_bit_is_loaded_silently(flips: int, training: Any, tried: Callable[..., dict[str, Any]]) -> None:
-    """Anywhere in a checkpoint: the one before is loaded, or, where nobody reads it, the newest as it was saved."""
+    """A flipped bit makes the load fall back to the previous checkpoint, unless no reader needs that bit."""
     accelerator, loaded, folders = training
     expected = {}
     for folder in folders:

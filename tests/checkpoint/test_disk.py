@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, broken or not shared: every process is told, and nothing else has changed."""
+"""Full, read-only, broken or unshared disks: every process gets an error, and all other state is unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Training:
-    """A small one; `losses` has what every step gave."""
+    """A small training; `losses` has one entry a step."""
 
     asynchronous = False
 
@@ -50,7 +50,7 @@ class Training:
         self.losses: list[float] = []
 
     def step(self) -> None:
-        """Take one."""
+        """Take one step."""
         loss = loss_of(self.model, own_batch(len(self.losses)))
         self.accelerator.backward(loss)
         self.optimizer.step()
@@ -58,7 +58,7 @@ class Training:
         self.losses.append(float(collectives.reduce(loss.detach())))
 
     def save(self, target: Path) -> str | None:
-        """Save; what every process is told where that fails."""
+        """Save. If that fails, return the error of every process."""
         try:
             self.accelerator.save_state(target, max_shard_size=600, asynchronous=self.asynchronous)
             self.accelerator.wait_for_save()
@@ -71,7 +71,7 @@ class Training:
 
 
 class Moments:
-    """Has something happen in one process just before one of its calls to the system."""
+    """Hook that runs an action in one process right before one of its system calls."""
 
     def __init__(self) -> None:
         self._left = -1
@@ -90,11 +90,11 @@ class Moments:
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def set(self, moment: int, action: Callable[[], None]) -> None:
-        """`action` shall happen before the call after `moment` others."""
+        """Run `action` before the call after `moment` further calls."""
         self._left, self._action = moment, action
 
     def have_come(self) -> bool:
-        """Whether it has; now it will not any more."""
+        """Return whether the moment has come, and disarm the hook."""
         come, self._left = self._left < 0, -1
         return come
 
@@ -110,7 +110,7 @@ class Moments:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 24 MB, in memory, which process 0 mounts."""
+    """Mount a file system of 24 MB, in memory, on process 0."""
     disk, refusal = folder / "disk", [""]
     if dist.get_rank() == 0:
         disk.mkdir()
@@ -129,7 +129,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def training_on(path: str, folder: Path) -> Iterator[tuple[Training, Path]]:
-    """A training and a small disk. In the end, the losses must be those of a training that never saves."""
+    """Create a training and a small disk. At the end, compare the losses with a training that never saves."""
     with small_disk(folder) as disk, running(path) as accelerator:
         training = Training(accelerator)
         yield training, disk
@@ -143,7 +143,7 @@ def training_on(path: str, folder: Path) -> Iterator[tuple[Training, Path]]:
 
 @on_rows(("failure", "way"), ROWS, alone=True)
 def test_a_failing_disk(path: str, failure: str, way: str, folder: Path) -> None:
-    """From any moment on the disk fails on one process: all are told, older checkpoints stay, training goes on."""
+    """If the disk fails at any moment on one process, all get errors, old checkpoints stay, and training runs."""
     with training_on(path, folder) as (training, disk):
         training.asynchronous = way == "asynchronously"
         moments = Moments()
@@ -181,13 +181,13 @@ def test_a_failing_disk(path: str, failure: str, way: str, folder: Path) -> None
 
 
 def names_in(disk: Path) -> set[str]:
-    """But those of locks, which the run keeps."""
+    """Return the file names, except those of locks, which the run keeps."""
     return {path.name for path in disk.iterdir() if path.suffix != ".lock"}
 
 
 @on_paths("ddp", alone=True)
 def test_what_cannot_work_is_told_before_anything_is_written(path: str, folder: Path) -> None:
-    """A full disk, a file in place of the folder, the folder of a disk itself."""
+    """A full disk, a file instead of the folder, and a disk's root folder are reported before anything is written."""
     with training_on(path, folder) as (training, disk):
         training.step()
         if dist.get_rank() == 0:
@@ -215,7 +215,7 @@ def test_what_cannot_work_is_told_before_anything_is_written(path: str, folder: 
 
 @on_paths("zero2", alone=True)
 def test_a_folder_that_is_another_one_for_a_process(path: str, folder: Path) -> None:
-    """That process is named, when saving and when loading."""
+    """A process that sees another folder is named, on save and on load."""
     with training_on(path, folder) as (training, disk):
         shared, torn = disk / "shared", disk / "torn"
         training.step()
@@ -249,7 +249,7 @@ def test_a_folder_that_is_another_one_for_a_process(path: str, folder: Path) -> 
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """What the CheckpointError says that `call` raises."""
+    """Return the message of the CheckpointError that `call` raises."""
     try:
         call()
     except CheckpointError as error:
@@ -258,7 +258,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def fill(disk: Path, but: int = 0) -> None:
-    """Leave `but` bytes of the disk free."""
+    """Fill the disk up to `but` free bytes."""
     usage = os.statvfs(disk)
     size = usage.f_bavail * usage.f_frsize - but
     descriptor = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
@@ -268,22 +268,22 @@ def fill(disk: Path, but: int = 0) -> None:
 
 
 def make_read_only(disk: Path) -> None:
-    """As far as no file is being written there."""
+    """Make the disk read-only, except for files that are being written."""
     _LIBC.mount(b"none", os.fsencode(disk), None, _MS_REMOUNT | _MS_RDONLY, None)
 
 
 def fail(disk: Path) -> None:
-    """As a disk that breaks."""
+    """Raise the error of a broken disk."""
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def run_out(disk: Path) -> None:
-    """Of the user's quota, which file servers tell of at any write."""
+    """Raise the error of an exceeded quota, which file servers report at any write."""
     raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
 def mend(disk: Path) -> None:
-    """Have the disk writable, with room."""
+    """Make the disk writable again, with free space."""
     _LIBC.mount(b"none", os.fsencode(disk), None, _MS_REMOUNT, None)
     (disk / "filler").unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout goes on in any other."""
+"""A checkpoint of any layout can be loaded in any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "ze
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """Where a run trains: on `world` processes, with a layout of LAYOUTS, in a `mixed_precision`."""
+    """A training run: on `world` processes, with one of LAYOUTS, in a `mixed_precision`."""
 
     world: int
     layout: str
@@ -34,7 +34,7 @@ Pair = tuple[Run, Run]
 
 ZERO2, NVME, HALF = Run(2, "zero2"), Run(2, "zero3-nvme"), Run(2, "zero3", "bf16")
 SINGLE, CPU, ZERO3, DDP = Run(1, "single"), Run(1, "zero3-cpu"), Run(3, "zero3"), Run(3, "ddp")
-DAILY: tuple[Pair, ...] = (  # of which each layout is on one side, and each change of size and precision in one
+DAILY: tuple[Pair, ...] = (  # each layout is on one side, and each change of size and precision occurs once
     (ZERO2, ZERO2),
     (ZERO2, NVME),
     (NVME, SINGLE),
@@ -54,7 +54,7 @@ MORE: tuple[Pair, ...] = (
 
 
 def all_pairs() -> Iterator[Pair]:
-    """Every layout from every layout: sizes and precisions rotate; a layout from itself at its own size."""
+    """Return every pair of layouts. Sizes and precisions rotate; equal layouts keep their size."""
     for i, source in enumerate(LAYOUTS):
         for j, target in enumerate(LAYOUTS):
             before, after = 1 + (i + j) % 4, 1 + (3 * i + 2 * j + j // 4) % 4
@@ -72,17 +72,17 @@ IN_CAMPAIGN = tuple(dict.fromkeys((*ALL, *MORE)))
 
 
 def name_of(pair: Pair) -> str:
-    """How a continuation is called."""
+    """Return the name of a continuation."""
     return f"{pair[0]} to {pair[1]}"
 
 
 def launches(pairs: Iterable[Pair], worlds: Iterable[int], **model: Any) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Tasks of one launch after another, on so many processes: first what saves, then what goes on from it or before.
+    """Yield the tasks of one launch after another, with its number of processes: first saves, then loads of saved ones.
 
     Args:
-        pairs: all of them.
-        worlds: of the launches. After the last one nothing is left.
-        **model: what each task has of it.
+        pairs: all pairs.
+        worlds: numbers of processes of the launches. After the last launch no pair is left.
+        **model: model settings of every task.
     """
     waiting, saved = list(pairs), set[Run]()
     for world in worlds:
@@ -103,14 +103,14 @@ def launches(pairs: Iterable[Pair], worlds: Iterable[int], **model: Any) -> Iter
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder by name, for all checkpoints and results."""
+    """Create a folder by name for all checkpoints and results."""
     root = tmp_path_factory.mktemp("elastic")
     return lambda name: root / name
 
 
 @pytest.fixture
 def finished(folders: Callable[[str], Path], run_processes: Callable[..., list[str]], built_ops: None) -> Path:
-    """The folder of the daily pairs, when all of them have run."""
+    """Run the daily pairs and return their folder."""
     folder = folders("daily")
     if not folder.exists():
         folder.mkdir()
@@ -121,7 +121,7 @@ def finished(folders: Callable[[str], Path], run_processes: Callable[..., list[s
 
 @pytest.fixture
 def campaign(folders: Callable[[str], Path], run_processes: Callable[..., list[str]], built_ops: None) -> Path:
-    """The folder of all pairs, likewise; their model is larger, so that four processes still swap, and has LoRA."""
+    """Run all pairs and return their folder. The model has LoRA and is large enough for four processes to swap."""
     folder = folders("all")
     if not folder.exists():
         folder.mkdir()
@@ -134,9 +134,9 @@ def campaign(folders: Callable[[str], Path], run_processes: Callable[..., list[s
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("pair", DAILY, ids=name_of)
 def test_goes_on_as_if_uninterrupted(pair: Pair, finished: Path) -> None:
-    """Just after loading, all is bit for bit what was saved; then come the losses of the run that was not interrupted.
+    """After a load all values equal the saved ones bitwise. Then the losses equal the uninterrupted run's.
 
-    On the same layout they are bitwise its own, and so are the weights in the end.
+    On the same layout, losses and final weights are bitwise equal.
     """
     assert_continuation(pair, finished)
 
@@ -146,14 +146,14 @@ def test_goes_on_as_if_uninterrupted(pair: Pair, finished: Path) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("pair", IN_CAMPAIGN, ids=name_of)
 def test_every_layout_goes_on_in_every_layout(pair: Pair, campaign: Path) -> None:
-    """The same, for all pairs of layouts, and more on one layout or between sizes."""
+    """All pairs of layouts pass, and more pairs on one layout or between sizes."""
     assert_continuation(pair, campaign)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_holds_no_pickle(finished: Path) -> None:
-    """Every file is safetensors or JSON, and the manifest names them all."""
+    """Every file is safetensors or JSON, and the manifest lists all of them."""
     assert_files(finished, {source for source, _ in DAILY})
 
 
@@ -161,12 +161,12 @@ def test_holds_no_pickle(finished: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(7200)
 def test_no_layout_writes_pickle(campaign: Path) -> None:
-    """The same, of every checkpoint of the campaign."""
+    """Every checkpoint of the campaign is safetensors and JSON only."""
     assert_files(campaign, {source for source, _ in IN_CAMPAIGN})
 
 
 def test_rotation_is_complete() -> None:
-    """All 81 pairs once; each layout but the single one saves and loads on 1 to 4 processes, and in both precisions."""
+    """All 81 pairs occur once. Each distributed layout saves and loads on 1 to 4 processes, in both precisions."""
     assert len({(source.layout, target.layout) for source, target in ALL}) == len(ALL) == 81
     for side in (0, 1):
         for layout in LAYOUTS:
@@ -176,7 +176,7 @@ def test_rotation_is_complete() -> None:
 
 
 def assert_continuation(pair: Pair, folder: Path) -> None:
-    """See the tests."""
+    """Assert what `test_goes_on_as_if_uninterrupted` states."""
     went_on, whole = (json.loads((folder / name / "result.json").read_text()) for name in (name_of(pair), str(pair[0])))
     assert went_on["problems"] == whole["problems"] == []
     assert went_on["lrs"] == pytest.approx(whole["lrs"], rel=1e-12)
@@ -188,7 +188,7 @@ def assert_continuation(pair: Pair, folder: Path) -> None:
 
 
 def assert_files(folder: Path, sources: Iterable[Run]) -> None:
-    """See the tests."""
+    """Assert what `test_holds_no_pickle` states."""
     for source in sources:
         checkpoint = folder / str(source) / "checkpoint"
         assert find_damage(checkpoint) is None

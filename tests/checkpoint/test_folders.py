@@ -1,4 +1,4 @@
-"""What is beside a checkpoint while it is written, replaced or removed, and what becomes of it after a kill."""
+"""The folders next to a checkpoint while it is written, replaced or removed, and their state after a kill."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def fill(folder: Path, content: str, run: str = "mine") -> None:
 
 
 def save(target: Path, content: str, run: str = "mine") -> None:
-    """A checkpoint, as `save_state` makes it."""
+    """Save a checkpoint as `save_state` does."""
     draft = open_draft(target, 10)
     fill(draft, content, run)
     publish_draft(draft, target)
 
 
 def tree(folder: Path) -> set[str]:
-    """All files."""
+    """Return all files."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulated end of the process."""
 
 
 def is_killed(moment: int, call: Callable[[], object]) -> bool:
-    """Whether `call` comes so far that it is ended before its call to the system after `moment` others."""
+    """Return whether `call` reaches the system call after `moment` others, and is killed right before it."""
     left = moment
 
     def counted(original: Callable[..., object]) -> Callable[..., object]:
@@ -79,7 +79,7 @@ def is_killed(moment: int, call: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
-    """Whichever rename or removal of a replacement is the last one, a complete checkpoint is found, and repaired."""
+    """After a kill at any rename or removal of a replacement, a complete checkpoint is found and repaired."""
     if not swaps:
         monkeypatch.setattr(publish, "exchange", lambda one, other: False)
     for moment in range(100):
@@ -91,7 +91,7 @@ def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.Monk
         chosen, _ = choose_checkpoint(out)
         assert (chosen / "file").read_text() in ("old", "newer")
         if moment % 2:
-            out.mkdir(exist_ok=True)  # scripts do that
+            out.mkdir(exist_ok=True)  # as scripts do
             (out / "log of the next run").write_text("")
             assert choose_checkpoint(out)[0] == chosen
         draft = open_draft(out, 10)
@@ -108,7 +108,7 @@ def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.Monk
 def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest that was read may be the old one's, and the files of the new one have other sizes."""
+    """A checkpoint that is replaced during the check is not damaged: old manifest and new file sizes may mix."""
     place = tmp_path / "checkpoint_1"
     save(place, "old")
     compare = verify.find_wrong_files
@@ -123,7 +123,7 @@ def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(
 
 
 def test_rotation_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    """Whenever it is killed, what has a checkpoint's name is complete; the next rotation ends the work."""
+    """A rotation killed at any moment leaves only complete checkpoints under their names. The next one finishes."""
     for moment in range(100):
         place = tmp_path / str(moment)
         for number in range(4):
@@ -139,7 +139,7 @@ def test_rotation_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_rotation_leaves_other_names_alone(tmp_path: Path) -> None:
-    """Drafts of another run in the same folder stay, and so does what only looks similar; what was left is settled."""
+    """Drafts of another run and files with similar names stay in the folder. Leftovers are cleaned up."""
     for number in range(4):
         save(tmp_path / f"step_{number}", "x")
     (tmp_path / "step_2").rename(tmp_path / ".step_2.replaced")
@@ -153,7 +153,7 @@ def test_rotation_leaves_other_names_alone(tmp_path: Path) -> None:
 
 
 def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:
-    """A draft of the same name but for the number stays while the process lives that holds it, however it ends then."""
+    """A draft with another number stays while the process that holds it lives, and is removed after its death."""
     save(tmp_path / "step_3", "x")
     draft = tmp_path / ".step_9.0a1b2c3d.writing"
     draft.mkdir()
@@ -173,7 +173,7 @@ def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_held_until_it_has_its_name(tmp_path: Path) -> None:
-    """Or until it is discarded: nothing holds a checkpoint that is complete."""
+    """A draft is held until it gets its name or is discarded. A complete checkpoint is not held."""
     for end in (lambda draft: publish_draft(draft, tmp_path / "out"), discard_draft):
         draft = open_draft(tmp_path / "out", 10)
         fill(draft, "x")
@@ -183,7 +183,7 @@ def test_a_draft_is_held_until_it_has_its_name(tmp_path: Path) -> None:
 
 
 def test_replaced_ones_are_candidates(tmp_path: Path) -> None:
-    """A numbered checkpoint is found where a killed run has put it aside."""
+    """A numbered checkpoint is found where a killed run has moved it."""
     save(tmp_path / "checkpoint_1", "one")
     save(tmp_path / "checkpoint_2", "two")
     (tmp_path / "checkpoint_2").rename(tmp_path / ".checkpoint_2.replaced")
@@ -193,7 +193,7 @@ def test_replaced_ones_are_candidates(tmp_path: Path) -> None:
 
 
 def test_other_things_stay_when_a_checkpoint_is_replaced(tmp_path: Path) -> None:
-    """Files and links that were no part of the older checkpoint are in the newer one's folder, as they were."""
+    """Files and links that were not part of the older checkpoint are kept unchanged in the newer one's folder."""
     target = tmp_path / "out"
     save(target, "old")
     (tmp_path / "data").mkdir()
@@ -209,7 +209,7 @@ def test_other_things_stay_when_a_checkpoint_is_replaced(tmp_path: Path) -> None
 
 
 def test_a_failing_replacement_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the second of two renames is refused, the older checkpoint has its name back."""
+    """If the second of two renames is refused, the older checkpoint gets its name back."""
     save(tmp_path / "out", "old")
     draft = open_draft(tmp_path / "out", 10)
     fill(draft, "newer")
@@ -229,7 +229,7 @@ def test_a_failing_replacement_changes_nothing(tmp_path: Path, monkeypatch: pyte
 
 
 def test_room_is_reserved(tmp_path: Path) -> None:
-    """A file of a draft has its blocks, not only its length."""
+    """Blocks are reserved for a draft's file, not only its length."""
     with (tmp_path / "file").open("wb") as file:
         reserve(file, 2**20)
     stat = (tmp_path / "file").stat()
@@ -238,7 +238,7 @@ def test_room_is_reserved(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_just_now_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One error of the system, once the new checkpoint has its name, takes neither it nor the old one away."""
+    """One read error of the system, once the new checkpoint has its name, removes neither checkpoint."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -269,7 +269,7 @@ def test_what_cannot_be_read_just_now_is_not_removed(tmp_path: Path, monkeypatch
 
 
 def test_of_two_that_are_damaged_none_is_removed(tmp_path: Path) -> None:
-    """Nobody knows which one would be of more use."""
+    """Neither of two damaged checkpoints is removed, because either may be the more useful one."""
     for name in ("step_1", ".step_1.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST_NAME).write_text("{")
@@ -278,7 +278,7 @@ def test_of_two_that_are_damaged_none_is_removed(tmp_path: Path) -> None:
 
 
 def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process would be left in a folder that is gone."""
+    """The current folder is not replaced. The process would keep a removed folder."""
     monkeypatch.chdir(tmp_path)
     for place in (Path(), tmp_path.parent):
         with pytest.raises(CheckpointError, match="is or holds the current folder"):
@@ -286,7 +286,7 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose working folder was removed saves to an absolute path; a relative one is an error that says so."""
+    """A job whose working folder was removed saves to an absolute path. A relative path is an error that says so."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -300,7 +300,7 @@ def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_draft_that_another_process_removes_before_it_is_held_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes without a group that save into one folder may each take the other's draft for a killed run's."""
+    """A removed draft is made again: without a process group, a live draft can look like a killed run's."""
     removed: list[Path] = []
 
     def hold(draft: Path) -> None:

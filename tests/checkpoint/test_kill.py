@@ -1,4 +1,4 @@
-"""Runs that are killed while they save: a complete checkpoint is always there, and they go on as if uninterrupted."""
+"""Runs that are killed while they save: a complete checkpoint always exists, and resumed losses do not differ."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from zero_plugin.errors import CheckpointError
 pytestmark = pytest.mark.programs
 
 WORKER = Path(__file__).parent / "kill_worker.py"
-PHASES = ("write", "fsync", "rename", "rotate")  # from 1 on; 0 is none of them
-ROW = 16  # numbers of a process on the board
+PHASES = ("write", "fsync", "rename", "rotate")  # from 1 on; 0 means no phase
+ROW = 16  # indices of a process's numbers on the board
 LAYOUTS = [(2, "zero2"), (2, "zero3"), (1, "single"), (2, "ddp"), (1, "zero3")]  # processes, path
 NAMINGS = ["automatic", "fixed", "numbered"]
-STEPS = 8  # and a save every other
-PER_STORY = 3  # kills of one run, before it may run to its end
+STEPS = 8  # a save at every other step
+PER_STORY = 3  # kills of one run before it may run to its end
 SAVED, REACHED = 8, 9  # as in kill_worker.py
 
 Kills = Callable[..., Counter[str]]
@@ -42,12 +42,12 @@ Kills = Callable[..., Counter[str]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run's processes.
+    """The result of a run's processes.
 
     Attributes:
-        codes: exit codes; None where the time was over.
+        codes: exit codes; None after a time-out.
         board: a row of numbers for each process, see kill_worker.py.
-        logs: what they printed.
+        logs: the processes' output.
     """
 
     codes: list[int | None]
@@ -55,7 +55,7 @@ class Outcome:
     logs: str
 
     def phase(self, rank: int) -> str:
-        """In which phase a process has ended."""
+        """Return the phase in which a process has ended."""
         return ("none", *PHASES)[self.board[rank][0]]
 
 
@@ -63,11 +63,11 @@ def run_worker(folder: Path, world: int, kill: dict[str, Any] | None = None, /, 
     """Run the worker to its end, or kill some of its processes.
 
     Args:
-        folder: for the processes' logs.
-        world: how many processes.
-        kill: `ranks` get SIGKILL when process `watch` comes into its `count`-th `phase`, or `after` seconds. The others
-            have `grace` seconds then, before a launcher would kill them.
-        **arguments: of the worker.
+        folder: holds the processes' logs.
+        world: number of processes.
+        kill: `ranks` get SIGKILL when process `watch` enters its `count`-th `phase`, or after `after` seconds. The
+            others then get `grace` seconds before they are killed, as a launcher would.
+        **arguments: arguments of the worker.
     """
     board_file = folder / f"board-{time.monotonic_ns()}"
     board_file.write_bytes(bytes(8 * ROW * world))
@@ -100,24 +100,24 @@ def run_worker(folder: Path, world: int, kill: dict[str, Any] | None = None, /, 
 
 
 class Story:
-    """One run and its continuations, in a folder of their own."""
+    """One run and its continuations, in a separate folder."""
 
     def __init__(self, folder: Path, world: int, path: str, naming: str, **arguments: Any) -> None:
         self._folder = folder
         self._world = world
         self._naming = naming
         self._arguments = {"folder": str(folder), "path": path, "naming": naming, "steps": STEPS, **arguments}
-        self._floor = 0  # steps of the newest checkpoint that was complete
+        self._floor = 0  # steps of the newest complete checkpoint
         folder.mkdir(parents=True)
 
     def uninterrupted(self) -> list[str]:
-        """The losses of a run that neither saves nor ends early."""
+        """Return the losses of a run that neither saves nor ends early."""
         outcome = run_worker(self._folder, self._world, **self._arguments, saves=False)
         assert outcome.codes == [0] * self._world, outcome.logs
         return [line.split()[1] for line in (self._folder / "losses.txt").read_text().splitlines()]
 
     def go_on(self, kill: dict[str, Any] | None = None, **arguments: Any) -> Any:
-        """Start the run anew, kill it, and look at what it has left; None where it has come to its end."""
+        """Start the run again, kill it, and check its leftovers. Return None if the run reached its end."""
         must_load = self._floor > 0
         outcome = run_worker(self._folder, self._world, kill, **self._arguments, **arguments, must_load=must_load)
         killed = kill is not None and any(outcome.codes[rank] == -9 for rank in kill["ranks"])
@@ -129,15 +129,15 @@ class Story:
         return outcome if killed else None
 
     def assert_losses(self, wanted: list[str]) -> None:
-        """Every step of every continuation had the loss of the run that was not interrupted, to the last bit."""
+        """Assert that every step of every continuation has bitwise the loss of the uninterrupted run."""
         lines = [line.split() for line in (self._folder / "losses.txt").read_text().splitlines()]
         assert {int(step) for step, _ in lines} == set(range(STEPS))
         assert [(step, loss) for step, loss in lines if loss != wanted[int(step)]] == []
 
     def assert_nothing_left(self) -> None:
-        """Two checkpoints, or the one folder, and nothing of the killed runs, once one has saved again.
+        """Assert that, once a run has saved again, two checkpoints (or the one folder) exist and no leftovers.
 
-        The number of a save that never ended is not used again, since it might be another run's that still writes.
+        The number of an unfinished save is not reused, since it may belong to another run that still writes.
         """
         if not self._saves:
             return
@@ -152,11 +152,11 @@ class Story:
 
     @property
     def place(self) -> Path:
-        """What is given to `load_state`."""
+        """The path for `load_state`."""
         return self._folder / {"automatic": "checkpoints", "numbered": "numbered", "fixed": "last"}[self._naming]
 
     def _look(self, saved: int, reached: int) -> None:
-        """What would be loaded is complete, and no older than the newest one of which the run knew that it is."""
+        """Assert that the chosen checkpoint is complete, and not older than the newest one known to be complete."""
         try:
             chosen, _ = choose_checkpoint(self.place)
         except CheckpointError:
@@ -173,7 +173,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def whole_losses(tmp_path_factory: pytest.TempPathFactory, built_ops: None) -> Callable[[int, str], list[str]]:
-    """What the uninterrupted run of a layout gives."""
+    """Return the losses of a layout's uninterrupted run."""
 
     @functools.cache
     def losses(world: int, path: str) -> list[str]:
@@ -187,7 +187,7 @@ def whole_losses(tmp_path_factory: pytest.TempPathFactory, built_ops: None) -> C
 def kill_runs(
     whole_losses: Callable[[int, str], list[str]], tmp_path: Path, tried: Callable[..., dict[str, Any]]
 ) -> Kills:
-    """Kill so many runs at random instants, and count in which phases the killed processes were."""
+    """Kill a number of runs at random instants, and count the phases in which processes were killed."""
 
     def kill_runs(kills: int, seed: int, *, asynchronous: bool) -> Counter[str]:
         draw = random.Random(seed)
@@ -204,7 +204,7 @@ def kill_runs(
                 rarest = min((*PHASES, "none"), key=lambda phase: landed[phase])
                 kill = plan_kill(draw, world, rarest)
                 row["tried"] += 1
-                row["lost"] += 1  # until it is known that nothing is
+                row["lost"] += 1  # until a complete one is known
                 outcome = story.go_on(kill, dwell=0.001, seed=draw.randrange(1000))
                 row["ended in time"] += 1
                 row["lost"] -= 1
@@ -216,30 +216,30 @@ def kill_runs(
                 assert story.go_on() is None
             story.assert_losses(whole_losses(world, path))
             story.assert_nothing_left()
-        row["right message"] = row["tried"]  # the losses are those of a run that was not killed
+        row["right message"] = row["tried"]  # the losses equal those of the uninterrupted run
         return landed
 
     return kill_runs
 
 
 def plan_kill(draw: random.Random, world: int, phase: str) -> dict[str, Any]:
-    """Who is killed when, and how soon the launcher sees to the others.
+    """Draw which processes are killed and when, and how soon the launcher ends the others.
 
-    Only the main process renames and rotates. It is killed, all are, or another one while it does.
+    Only the main process renames and rotates. The kill hits the main process, all processes, or another one meanwhile.
     """
     watch = draw.randrange(world) if phase in ("write", "fsync") else 0
     groups = [list(range(world)), *([rank] for rank in range(world))]
     kill: dict[str, Any] = {"watch": watch, "ranks": draw.choice(groups), "grace": draw.choice([0, 0.05, 0.5])}
     if phase == "none":
         return {**kill, "after": draw.uniform(0.1, 1.5)}
-    latest = {"write": 160, "fsync": 40 if watch == 0 else 8, "rename": 2, "rotate": 12}[phase]  # early enough to come
+    latest = {"write": 160, "fsync": 40 if watch == 0 else 8, "rename": 2, "rotate": 12}[phase]  # early enough to occur
     return {**kill, "phase": phase, "count": draw.randint(1, latest)}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_goes_on_from_a_complete_checkpoint(asynchronous: bool, kill_runs: Kills) -> None:
-    """Killed in every phase of saving, all processes or one, runs end with the losses of one that was not."""
+    """Killed in every phase of saving, all processes or one, runs end with the losses of an uninterrupted run."""
     landed = kill_runs(6, 1, asynchronous=asynchronous)
     assert all(landed[phase] for phase in PHASES), landed
 
@@ -248,7 +248,7 @@ def test_goes_on_from_a_complete_checkpoint(asynchronous: bool, kill_runs: Kills
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_goes_on_wherever_it_is_killed(asynchronous: bool, kill_runs: Kills) -> None:
-    """The same at 150 instants and more, at least eight of them inside each phase."""
+    """Killed at 150 instants or more, at least eight in each phase, runs end with the uninterrupted losses."""
     landed = kill_runs(150, 2, asynchronous=asynchronous)
     print(dict(landed))
     assert all(landed[phase] >= 8 for phase in PHASES), landed
@@ -266,7 +266,7 @@ def test_goes_on_wherever_it_is_killed(asynchronous: bool, kill_runs: Kills) -> 
     ],
 )
 def test_the_others_end(path: str, asynchronous: bool, tmp_path: Path) -> None:
-    """Where one process is killed while all save, the others end by themselves, long before the group's time-out."""
+    """If one process is killed while all save, the others end alone, long before the group's time-out."""
     story = Story(tmp_path / "run", 2, path, "automatic", asynchronous=asynchronous)
     kill = {"watch": 1, "phase": "write", "count": 5, "ranks": [1], "grace": 25}
     outcome = story.go_on(kill, dwell=0.001)

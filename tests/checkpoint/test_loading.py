@@ -1,4 +1,4 @@
-"""Weights that are read straight into models: their values, what does not fit, and how training goes on."""
+"""Weights that are read straight into models: their values, misfits, and the training after the load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWAP = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 
 class Net(nn.Module):
-    """Odd sizes, tied and frozen weights, layers of several kinds, buffers of both: [batch, 8] → [batch, 4]."""
+    """A model with odd sizes, tied and frozen weights, several layer kinds and buffers: [batch, 8] → [batch, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A state dict of `Net`, of values that no constructor makes; the tied weight under its second name only."""
+    """Return a state dict of `Net` with values that no constructor makes. The tied weight has its second name only."""
     torch.manual_seed(seed)
     state = {name: (torch.randn_like(tensor) / 4).to(dtype) for name, tensor in Net().state_dict().items()}
     del state["one.weight"]
@@ -55,7 +55,7 @@ def values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def stored(state: dict[str, Tensor], folder: Path, *, shards: int = 1) -> Path:
-    """A folder with that state, in one file or in several with an index; written by process 0."""
+    """Write that state into a folder, as one file or several with an index. Process 0 writes."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(state)
@@ -72,12 +72,12 @@ def stored(state: dict[str, Tensor], folder: Path, *, shards: int = 1) -> Path:
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `state_dict` gives of a model with those values."""
+    """Return the `state_dict` of a model with those values."""
     return {**state, "one.weight": state["two.weight"]}
 
 
 def plain(state: dict[str, Tensor]) -> Net:
-    """The model that plain torch loads."""
+    """Return the model that plain torch loads."""
     net = Net()
     net.load_state_dict(whole(state))
     return net
@@ -96,8 +96,10 @@ def train(model: Any, optimizer: Any, steps: range, batch: Callable[[int], Any],
 
 @on_paths(*ALL, daily=("single", "ddp", "zero2", "zero3", "zero3-cpu"))
 def test_values_and_training(folder: Path, path: str) -> None:
-    """A model made inside `init_model(weights=…)` has the files' values on every process and trains as plain torch
-    does; weights that are loaded between steps are what it goes on from."""
+    """A model made in `init_model(weights=…)` has the files' values on every process and trains as in plain torch.
+
+    Training continues from weights that are loaded between steps.
+    """
     first, second = values(11), values(12)
     reference = plain(first)
     optimizer = sgd(reference)
@@ -128,7 +130,7 @@ def test_values_and_training(folder: Path, path: str) -> None:
 
 @on_paths("single", "ddp", "zero1", "zero3", "zero3-cpu", daily=("ddp", "zero3", "zero3-cpu"))
 def test_plain_models(folder: Path, path: str) -> None:
-    """Models that are not prepared get the values too: with values before, in parts or whole, or on the meta device."""
+    """Unprepared models get the values too: initialised, partly or fully, or on the meta device."""
     state = values(13)
     place = stored(state, folder / "model")
     with running(path) as accelerator:
@@ -144,8 +146,7 @@ def test_plain_models(folder: Path, path: str) -> None:
 
 @in_processes(2)
 def test_types(folder: Path) -> None:
-    """Values are converted once: fp32 files into bf16 weights and, in a prepared model, exact fp32 masters; and bf16
-    files into fp32."""
+    """Values are converted once: fp32 files into bf16 weights with exact fp32 masters, and bf16 files into fp32."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     state, halves = values(14), values(14, torch.bfloat16)
@@ -173,7 +174,7 @@ def test_types(folder: Path) -> None:
 
 @in_processes(2)
 def test_weights_that_stay_whole(folder: Path) -> None:
-    """Small parameters that stage 3 keeps whole between steps are whole with the new values."""
+    """Small parameters that stage 3 keeps unpartitioned between steps have the new values."""
     state = values(18)
     x = global_batch(0)[0]
     zero = {"stage": 3, "stage3_param_persistence_threshold": 500}
@@ -188,7 +189,7 @@ def test_weights_that_stay_whole(folder: Path) -> None:
 
 
 def unfitting(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """Values and a folder that lack a parameter, have one too many, and one of another shape."""
+    """Return values and a folder with one missing, one surplus, and one misshapen parameter."""
     state = values(15)
     shown = {**state, "extra": torch.ones(3), "last.bias": torch.ones(5)}
     del shown["first.weight"], shown["gain"]
@@ -197,7 +198,7 @@ def unfitting(folder: Path) -> tuple[dict[str, Tensor], Path]:
 
 @on_paths("single", "zero1", "zero3")
 def test_strictness(folder: Path, path: str) -> None:
-    """All that does not fit is named at once, on every process, and then nothing is written."""
+    """All misfits are named together on every process, and no weight is written."""
     state, place = unfitting(folder)
     words = (
         "2 not in the file: gain, first.weight",
@@ -221,7 +222,7 @@ def test_strictness(folder: Path, path: str) -> None:
 
 @on_paths("single", "ddp", "zero3")
 def test_initialising(folder: Path, path: str) -> None:
-    """What a file lacks is initialised by its own layer, and nothing else is touched; or it is told what cannot be."""
+    """Missing weights are initialised by their own layer, and no others change. Impossible ones are reported."""
     state = values(17)
     shown = {name: state[name] for name in state if name not in ("first.weight", "frozen.bias", "norm.weight")}
     place = stored(shown, folder / "some")
@@ -248,8 +249,7 @@ def load_empty(accelerator: Any, folder: Path) -> None:
 
 @in_processes(2)
 def test_never_whole(folder: Path) -> None:
-    """No process' own memory grows by more than its partition and a tenth, from nothing to loaded; a whole model would
-    be twice that."""
+    """No process's memory grows by more than its partition and a tenth. The complete model would be twice that."""
     layers, width = 16, 1024
     state = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
     place = stored(state, folder / "large")
@@ -257,7 +257,7 @@ def test_never_whole(folder: Path) -> None:
     partition = layers * width * width * 4 // dist.get_world_size()
     del state
     with running("zero3") as accelerator:
-        with accelerator.init_model(weights=small):  # for what comes once: imports, the process group's buffers
+        with accelerator.init_model(weights=small):  # for one-time costs: imports, the process group's buffers
             model = nn.Linear(8, 8, bias=False)
         with growth() as peak, accelerator.init_model(weights=place):
             model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -268,7 +268,7 @@ def test_never_whole(folder: Path) -> None:
 
 @contextmanager
 def growth() -> Iterator[list[int]]:
-    """The most bytes of anonymous memory that this process had inside beyond those at the beginning."""
+    """Measure the peak growth of this process's anonymous memory inside the block, in bytes."""
     before, peak, ended = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -287,7 +287,7 @@ def growth() -> Iterator[list[int]]:
 
 
 def anonymous_bytes() -> int:
-    """What of this process is in memory and not a file's."""
+    """Return this process's resident bytes that do not belong to a file."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
@@ -298,14 +298,14 @@ def swapping(swap: Path) -> dict[str, Any]:
 
 
 def large(seed: int) -> nn.Sequential:
-    """Weights of 4 MB, which are swapped on one process and on two, and biases, which are not."""
+    """Return weights of 4 MB, which are swapped on one and on two processes, and biases, which are not."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Linear(1024, 4))
 
 
 @in_processes(1, 2)
 def test_nvme(folder: Path) -> None:
-    """Partitions on NVMe are written there straight from the file, before `prepare` and in an engine, and train."""
+    """Partitions on NVMe are written straight from the file, before `prepare` and in an engine, and they train."""
     first, second = large(21).state_dict(), large(22).state_dict()
     places = [stored(state, folder / name) for name, state in (("first", first), ("second", second))]
     zero = {"zero_optimization": {**swapping(folder / "swap"), "offload_optimizer": {"device": "cpu"}}}
@@ -341,8 +341,7 @@ def test_nvme(folder: Path) -> None:
 
 @in_processes(2)
 def test_pretrained(folder: Path) -> None:
-    """transformers' own folders, in one file and in shards, by class and by configuration; tied weights, and a base
-    model's checkpoint for one with a head."""
+    """transformers' folders load: one file, shards, by class, by configuration, tied weights, base with a head."""
     from small import bert, build, gpt2
     from transformers import AutoModelForCausalLM, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -385,7 +384,7 @@ def test_pretrained(folder: Path) -> None:
         ):
             base = BertModel(config, add_pooling_layer=False)
             assert base.config is config
-        assert reports[0].unexpected == []  # what the class says need not be in the model
+        assert reports[0].unexpected == []  # the class says that the model may lack it
         raised(
             CheckpointError,
             "GPT2LMHeadModel.from_pretrained(",

@@ -1,4 +1,4 @@
-"""Two jobs that save in one folder: the second is refused, by the name of the first, and nothing of it is lost."""
+"""Two jobs save into one folder: the second is refused, the error names the first, and no checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Start = Callable[[str, Path], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(forked_alone: dict[str, str], start_program: Callable[..., subprocess.Popen[str]]) -> Start:
-    """Starts a job that saves when it is told to, in a folder that another may have."""
+    """Start a job that saves on request, in a folder that another job may hold."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **forked_alone}
 
     def start(how: str, folder: Path) -> subprocess.Popen[str]:
@@ -69,18 +69,18 @@ def start(forked_alone: dict[str, str], start_program: Callable[..., subprocess.
 
 
 def process_of(job: subprocess.Popen[str]) -> int:
-    """The process that has the lock, which the job prints first; see `forked_alone`."""
+    """Return the process that holds the lock. The job prints its id first (see `forked_alone`)."""
     assert job.stdout is not None
     return int(job.stdout.readline())
 
 
 def save(job: subprocess.Popen[str], name: str = "") -> str:
-    """What the job prints: the folder, or nothing where it has failed."""
+    """Request a save. Return what the job prints: the folder, or nothing if the save failed."""
     assert job.stdin is not None
     assert job.stdout is not None
     print(name, file=job.stdin, flush=True)
     for line in job.stdout:
-        if line.startswith("saved: "):  # torch 2.9's gloo says there whom it is connected to
+        if line.startswith("saved: "):  # torch 2.9's gloo prints its connection there
             return line.removeprefix("saved: ").strip()
     return ""
 
@@ -88,7 +88,7 @@ def save(job: subprocess.Popen[str], name: str = "") -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["automatic", "named"])
 def test_the_second_is_refused(how: str, start: Start, tmp_path: Path) -> None:
-    """While the first lives, at any name that it uses; after a kill the next one takes over."""
+    """The second job is refused under any name while the first lives. After a kill the next one takes over."""
     first = start(how, tmp_path)
     process = process_of(first)
     saved = [Path(save(first, "/last")) for _ in range(3)]
@@ -109,7 +109,7 @@ def test_the_second_is_refused(how: str, start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_jobs_with_names_of_their_own(start: Start, tmp_path: Path) -> None:
-    """A sweep saves into `run_1` and `run_2` of one folder, and leaves one lock each, however often it saves."""
+    """A sweep that saves into `run_1` and `run_2` of one folder leaves one lock each, however often it saves."""
     for number in (1, 2):
         job = start("named", tmp_path)
         for step in range(3):
@@ -119,7 +119,7 @@ def test_jobs_with_names_of_their_own(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_last_holder(tmp_path: Path) -> None:
-    """Of two runs in one process; a third process waits for a job that is ending."""
+    """The lock is released with the last of two runs in one process. A third process waits for a job that is ending."""
     (tmp_path / "new").mkdir()
     lock = lock_of(tmp_path / "new" / "checkpoint_1", automatic=True)
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_a_lock_ends_with_its_last_holder(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_another_job_writes_stays(tmp_path: Path) -> None:
-    """Who saves under the same name removes what a killed run has left, and no more."""
+    """A save under the same name removes only what a killed run has left, not a draft of a live job."""
     (tmp_path / ".last.00000000.writing").mkdir()
     draft = open_draft(tmp_path / "last", 1)
     other = subprocess.run([sys.executable, "-c", OPENS, tmp_path / "last"], capture_output=True, text=True, check=True)
@@ -153,7 +153,7 @@ def test_a_draft_that_another_job_writes_stays(tmp_path: Path) -> None:
 
 
 def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system has none."""
+    """Saves work on a file system without locks."""
 
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
@@ -169,7 +169,7 @@ def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["a copy is made", "a link is saved to", "the folder is removed"])
 def test_what_a_script_does_meanwhile(what: str, start: Start, tmp_path: Path) -> None:
-    """The other job is refused all the same."""
+    """The other job is refused whatever the script does in between."""
     project = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(torch.nn.Linear(2, 2))
@@ -195,7 +195,7 @@ def test_what_a_script_does_meanwhile(what: str, start: Start, tmp_path: Path) -
 
 
 def test_an_end_leaves_the_lock_of_another_job(tmp_path: Path) -> None:
-    """Which has taken the folder after it was removed."""
+    """An ending job leaves the lock of the job that took over the folder."""
     (tmp_path / "run").mkdir()
     lock = lock_of(tmp_path / "run" / "last", automatic=False)
     claim(lock, tmp_path)
@@ -211,15 +211,15 @@ def test_an_end_leaves_the_lock_of_another_job(tmp_path: Path) -> None:
         (0o077, None, 0o600),
         (0o022, None, 0o600),
         (0o002, None, 0o660),
-        (0o022, 0o2775, 0o660),  # a folder of a group: its users keep each other away
+        (0o022, 0o2775, 0o660),  # a group's folder: its users exclude each other
         (0o077, 0o2775, 0o600),
-        (0o000, 0o1777, 0o600),  # where nobody can remove what another has left
-        (0o022, 0o0777, 0o666),  # where everybody can
+        (0o000, 0o1777, 0o600),  # no other user can remove the leftover lock
+        (0o022, 0o0777, 0o666),  # every user can
     ],
     ids=lambda mode: "" if mode is None else f"{mode:o}",
 )
 def test_who_may_take_the_lock(umask: int, folder: int | None, mode: int, tmp_path: Path) -> None:
-    """Those who may write into the folder, and nobody else; a umask that hides files hides it too."""
+    """Exactly the users who may write into the folder may take the lock. The umask applies to the lock too."""
     kept = os.umask(umask)
     try:
         (tmp_path / "run").mkdir(mode=0o777)
@@ -234,7 +234,7 @@ def test_who_may_take_the_lock(umask: int, folder: int | None, mode: int, tmp_pa
 
 
 def _as_user(number: int, group: int, run: Callable[[], None]) -> int:
-    """The exit code of a fork of another user that runs this, which writes its error."""
+    """Run this in a fork as another user. Return its exit code; the fork prints its error."""
     child = os.fork()
     if not child:
         code = 1
@@ -251,9 +251,9 @@ def _as_user(number: int, group: int, run: Callable[[], None]) -> int:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes processes of other users")
 def test_users_of_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger cannot hold the lock; a user of the group is kept away while it is held, and takes over a lost one."""
+    """A stranger cannot hold the lock. A group member is refused while it is held, and takes over a stale one."""
     monkeypatch.setattr(locks, "_OTHERS_END_S", 0.2)
-    with tempfile.TemporaryDirectory() as folder:  # pytest's are for its own user
+    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are private to its user
         Path(folder).chmod(0o755)
         _share_a_folder(Path(folder))
 
@@ -261,11 +261,11 @@ def test_users_of_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes processes of other users")
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_users_of_a_folder_of_everybody(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed job's lock keeps no other user out; where nobody else can remove it, the message says who can."""
+    """A killed job's lock blocks no other user. If only some users can remove it, the message names them."""
     monkeypatch.setattr(locks, "_OTHERS_END_S", 0.2)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        shared = Path(folder) / "shared"  # root's, in whose group the users are not
+        shared = Path(folder) / "shared"  # root's folder, whose group the users are not in
         shared.mkdir()
         shared.chmod(mode)
         lock, errors = lock_of(shared / "last", automatic=False), Path(folder) / "errors"
@@ -305,11 +305,11 @@ def _share_a_folder(tmp_path: Path) -> None:
             raise
 
     def lose() -> None:
-        claim(lock, shared)  # and ends without giving it up
+        claim(lock, shared)  # and ends without releasing it
 
     assert _as_user(60001, 60000, lose) == 0
     assert lock.exists()
-    assert _as_user(60002, 60000, take) == 0  # a job that was killed keeps nobody away
+    assert _as_user(60002, 60000, take) == 0  # a killed job blocks no other
     claim(lock, shared)
     os.chown(lock, 60001, 60000)
     assert _as_user(60002, 60000, take) == 1
@@ -331,5 +331,5 @@ def _share_a_folder(tmp_path: Path) -> None:
     def hold_for_reading() -> None:
         claim(alone, own)
 
-    assert _as_user(60002, 60000, hold_for_reading) == 0  # it can make no lock there, and save nothing
+    assert _as_user(60002, 60000, hold_for_reading) == 0  # it cannot create a lock there, nor save
     assert not alone.exists()

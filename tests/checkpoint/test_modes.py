@@ -1,4 +1,4 @@
-"""The umask decides who may read what a run writes; its records and locks are never for strangers."""
+"""The umask decides who may read a run's files. Records and locks are never readable for strangers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_plugin import Accelerator, ProjectConfiguration
 
 @pytest.mark.parametrize("umask", [0o077, 0o002], ids=oct)
 def test_modes_of_all_that_a_run_creates(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under 077 nothing is for others; under 002 the group may write what is not the user's alone."""
+    """With umask 077 no file is readable for others. With 002 the group may write all but the user's private files."""
     monkeypatch.setenv("ZERO_PLUGIN_RUNS", str(tmp_path / "out" / "runs"))
     before = os.umask(umask)
     try:

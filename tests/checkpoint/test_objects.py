@@ -1,4 +1,4 @@
-"""A dict of tensors is written as safetensors whatever memory they share."""
+"""A dict of tensors is written as safetensors, whatever memory the tensors share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_plugin.errors import CheckpointError, DamagedError
 
 
 def test_the_same_tensor_is_written_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first name is kept; the others are named in one warning."""
+    """The first name of a tensor is kept. One warning names the others."""
     weight = torch.arange(4.0)
     with caplog.at_level(logging.WARNING):
         write_object({"a": weight, "b": weight, "c": weight.view(4)}, tmp_path / "m", safe_serialization=True)
@@ -31,7 +31,7 @@ def test_the_same_tensor_is_written_once(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_parts_of_one_memory_are_all_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Slices and transposes of one tensor are different tensors: none is lost."""
+    """Slices and transposes of one tensor are different tensors, and none is lost."""
     whole = torch.arange(6.0)
     parts = {"head": whole[:2], "tail": whole[2:], "turned": whole.view(2, 3).t(), "strided": whole[::2]}
     write_object(parts, tmp_path / "m", safe_serialization=True)
@@ -43,14 +43,14 @@ def test_parts_of_one_memory_are_all_written(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_what_holds_no_memory_is_left_alone() -> None:
-    """Empty tensors, those on the meta device and other values share nothing."""
+    """Empty tensors, meta tensors and other values share no memory and stay as they are."""
     meta = torch.ones(2, device="meta")
     tensors = {"a": torch.empty(0), "b": torch.empty(0), "c": meta, "d": meta, "e": "text"}
     assert without_shared_tensors(tensors).keys() == tensors.keys()
 
 
 def test_the_given_dict_is_left_alone() -> None:
-    """Cleaning makes a new dict of contiguous tensors."""
+    """Cleaning returns a new dict of contiguous tensors and leaves the given dict unchanged."""
     turned = torch.ones(2, 3).t()
     given = {"a": turned, "b": turned}
     assert without_shared_tensors(given)["a"].is_contiguous()
@@ -59,7 +59,7 @@ def test_the_given_dict_is_left_alone() -> None:
 
 
 def test_numpy_of_every_kind(tmp_path: Path) -> None:
-    """Of the other byte order, and bytes; what would lose a mask, or cannot be held, is named with its place."""
+    """NumPy arrays of any byte order, and bytes, are kept. Masked or unsupported arrays are named with their place."""
     given = {"big": np.arange(3, dtype=">f4"), "text": np.bytes_(b"ab")}
     encode_nested(given, what="state").write(tmp_path / "state")
     read = read_nested(tmp_path / "state")
@@ -72,7 +72,7 @@ def test_numpy_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_the_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Of the two, JSON and tensors."""
+    """An error names which of the two files, JSON or tensors, cannot be read."""
     encode_nested({"a": torch.zeros(2)}, what="state").write(tmp_path / "state")
     (tmp_path / "state.safetensors").write_bytes(b"no")
     with pytest.raises(DamagedError, match=r"state\.safetensors cannot be read"):

@@ -1,4 +1,4 @@
-"""Threads beside the script's reach each other, without the training's group."""
+"""Background threads reach each other without the training's process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = timedelta(seconds=20)
 
 
 def test_processes_agree() -> None:
-    """Texts of any length and none come to all; a step that fails on one fails on all, damage as such."""
+    """Texts of any length, or none, reach all processes. A step that fails on one fails alike on all."""
     store = HashStore()
 
     def work(rank: int) -> None:
@@ -45,7 +45,7 @@ def test_processes_agree() -> None:
 
 
 def test_one_that_has_gone_is_not_waited_for() -> None:
-    """The others' calls fail at once, and say why."""
+    """If a process has ended, the others' calls fail immediately and say why."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         here, there = pool.map(lambda rank: GlooPeers(store, rank, 2, LIMIT), range(2))

@@ -1,4 +1,4 @@
-"""Random states among other numbers of processes."""
+"""Random states that are loaded on another number of processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zero_plugin.distributed.seeding import set_seed
 
 
 def draw() -> list[float]:
-    """One number of each generator."""
+    """Draw one number from each generator."""
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
 def saved_and_drawn(seeds: list[int]) -> tuple[list[dict[str, object]], list[list[float]]]:
-    """The states of processes with these seeds, and what they draw next."""
+    """Return the states of processes with these seeds, and their next draws."""
     states, drawn = [], []
     for seed in seeds:
         set_seed(seed)
@@ -29,7 +29,7 @@ def saved_and_drawn(seeds: list[int]) -> tuple[list[dict[str, object]], list[lis
 
 
 def test_a_known_process_goes_on() -> None:
-    """Each process that was there draws what it would have drawn."""
+    """Each process of the saved run draws the numbers that it would have drawn."""
     states, drawn = saved_and_drawn([1, 2])
     for rank in (0, 1):
         assert restore_random_state(states, rank) is None
@@ -37,7 +37,7 @@ def test_a_known_process_goes_on() -> None:
 
 
 def test_an_objects_own_generator_goes_on() -> None:
-    """With a checkpoint that has its state; with one of before it stays as it is."""
+    """An object's own generator continues from its saved state. Older checkpoints leave the generator unchanged."""
     then, now = torch.Generator().manual_seed(3), torch.Generator()
     states = [random_state([None, then])]
     assert restore_random_state(states, 0, [None, now]) is None
@@ -49,7 +49,7 @@ def test_an_objects_own_generator_goes_on() -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_gpu_that_is_not_used(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where CUDA is there and nothing has used it, as in a run on the CPU, it is not asked, and makes no context."""
+    """An unused CUDA device, as in a CPU run, is not queried, and no context is created."""
     asked: list[Tensor] = []
 
     def ask() -> Tensor:
@@ -63,7 +63,7 @@ def test_a_gpu_that_is_not_used(is_used: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_new_process_draws_as_all_did() -> None:
-    """Where all drew alike, a further process does too, and it is said."""
+    """If all processes drew the same, a new process does too, and a message says so."""
     states, drawn = saved_and_drawn([1, 1])
     said = restore_random_state(states, 2)
     assert said is not None
@@ -73,7 +73,7 @@ def test_a_new_process_draws_as_all_did() -> None:
 
 @pytest.mark.parametrize("ranks", [(2, 3), (2, 4)])
 def test_new_processes_are_seeded_apart(ranks: tuple[int, int]) -> None:
-    """Where they drew differently, further processes draw differently too, the same at each load, and it is said."""
+    """If processes drew differently, new ones do too, the same at each load, and a message says so."""
     states, drawn = saved_and_drawn([1, 2])
     results = []
     for rank in (*ranks, ranks[0]):

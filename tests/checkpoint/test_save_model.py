@@ -1,4 +1,4 @@
-"""A saved model is a folder that any reader of safetensors reads, and a failed save leaves the old one."""
+"""A saved model is a folder that any safetensors reader can load, and a failed save leaves the old folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(
     limit: int = 10_000,
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Write named tensors as a model, in this one process."""
+    """Write named tensors as a model, in this process."""
     weights = weights_of_module(nn.Module(), tensors, None)
     write_model(
         weights,
@@ -41,7 +41,7 @@ def write(
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """What a loader sees: the single file if there is one, else what the index lists."""
+    """Read a folder as a loader does: the single file if present, otherwise the files of the index."""
     if (folder / SINGLE_NAME).exists():
         return load_file(folder / SINGLE_NAME)
     weight_map = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
@@ -57,7 +57,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def test_a_small_model_is_one_file(tmp_path: Path) -> None:
-    """Below the limit there is one model.safetensors, with the metadata that transformers asks for."""
+    """Below the limit, one model.safetensors is written with the metadata that transformers expects."""
     tensors = {**model_tensors(0.0), "scalar": torch.tensor(3), "mask": torch.tensor([True, False, True])}
     write(tensors.items, tmp_path / "new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == [SINGLE_NAME]
@@ -67,7 +67,7 @@ def test_a_small_model_is_one_file(tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_shards_with_an_index(tmp_path: Path) -> None:
-    """Shards hold at most the limit, a larger tensor stands alone, and the index finds each name."""
+    """Shards hold at most the limit, a larger tensor has its own shard, and the index lists each name."""
     tensors = {**model_tensors(0.0), "large": torch.ones(300)}
     write(tensors.items, tmp_path, 400)
     shards = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
@@ -84,7 +84,7 @@ def test_a_large_model_is_shards_with_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name, _ in TYPES.values()], ids=str)
 def test_every_dtype_is_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The library reads our bytes as the dtype and values written, beside tensors of other widths."""
+    """The library reads our bytes with the dtype and values written, next to tensors of other dtypes."""
     values = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
     odd = torch.tensor([1, 2, 3], dtype=torch.uint8)
     write_tensors(tmp_path / "f", {"a": odd, "b": values.t(), "wide": torch.ones(1).double()})
@@ -95,7 +95,7 @@ def test_every_dtype_is_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
-    """The second name of a tensor is not stored, and the safetensors library loads the model nonetheless."""
+    """The second name of a tied tensor is not stored, and the safetensors library loads the model nonetheless."""
 
     def build() -> nn.Module:
         model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
@@ -110,7 +110,7 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
-    """ZeRO keeps parameters as slices of a flat buffer: each is written as itself."""
+    """Parameters that ZeRO keeps as slices of a flat buffer are each written separately."""
     buffer = torch.arange(12.0)
     write(lambda: [("a", buffer[:4]), ("b", buffer[2:8].view(2, 3))], tmp_path)
     assert same(load_file(tmp_path / SINGLE_NAME), {"a": buffer[:4], "b": buffer[2:8].view(2, 3)})
@@ -119,7 +119,7 @@ def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
 @pytest.mark.parametrize("old_limit", [400, 10_000])
 @pytest.mark.parametrize("new_limit", [200, 400, 10_000])
 def test_an_error_midway_leaves_the_old_model(tmp_path: Path, old_limit: int, new_limit: int) -> None:
-    """An error while tensors arrive leaves the old files and no other; then a good save replaces them all."""
+    """An error while tensors arrive leaves only the old files. The next save replaces all of them."""
     (tmp_path / "config.json").write_text("{}")
     write(model_tensors(0.0).items, tmp_path, old_limit)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -129,7 +129,7 @@ def test_an_error_midway_leaves_the_old_model(tmp_path: Path, old_limit: int, ne
     def failing() -> Iterator[tuple[str, Tensor]]:
         passes.append(1)
         yield from model_tensors(100.0).items()
-        if len(passes) == 2:  # the first asks for the shapes alone
+        if len(passes) == 2:  # the first pass asks for the shapes only
             raise RuntimeError("a process has gone")
 
     with pytest.raises(RuntimeError, match="a process has gone"):
@@ -148,7 +148,7 @@ def test_an_error_midway_leaves_the_old_model(tmp_path: Path, old_limit: int, ne
 def test_no_moment_shows_a_mixture(
     tmp_path: Path, old_limit: int, new_limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after any rename, a reader finds the old model, the new one, or none: never some of each."""
+    """A save killed after any rename leaves the old model, the new one, or none, never a mixture."""
     seen: list[str] = []
 
     def look() -> None:
@@ -175,11 +175,11 @@ def test_no_moment_shows_a_mixture(
     assert seen[-1] == "new"
     assert ("none" in seen) == (
         old_limit == new_limit < 10_000
-    )  # same shard names: no atomic way, so none for a moment
+    )  # equal shard names cannot be swapped atomically, so the model is missing for a moment
 
 
 def test_one_tensor_is_held(tmp_path: Path) -> None:
-    """What is written is let go before the next tensor is asked for, however large a file may be."""
+    """A written tensor is released before the next one is requested, however large a file may be."""
     alive: list[int] = []
     made: list[weakref.ref[Tensor]] = []
 
@@ -192,11 +192,11 @@ def test_one_tensor_is_held(tmp_path: Path) -> None:
             del tensor
 
     write(arriving, tmp_path)
-    assert max(alive) <= 1  # the one before, which this generator's caller still names
+    assert max(alive) <= 1  # the previous tensor, which this generator's caller still names
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    """What a killed run had begun to write goes with the next save."""
+    """The next save removes a killed save's leftovers."""
     left = open_draft(tmp_path / "weights", 0)
     (left / SINGLE_NAME).write_bytes(b"half")
     let_go(left)
@@ -205,7 +205,7 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_elements_keeps_its_shape(tmp_path: Path) -> None:
-    """In one file, and in shards; a model of nothing else is saved too."""
+    """An empty tensor keeps its shape in one file and in shards, and a model of only empty tensors is saved."""
     tensors = {"a": torch.ones(2), "b": torch.empty(0, 3), "c": torch.empty(2, 0)}
     write(tensors.items, tmp_path / "one")
     write(tensors.items, tmp_path / "shards", 8)
@@ -216,14 +216,14 @@ def test_a_tensor_without_elements_keeps_its_shape(tmp_path: Path) -> None:
 
 
 def test_a_type_without_a_place_in_the_format_is_refused(tmp_path: Path) -> None:
-    """The error names the tensor."""
+    """A dtype that the format does not support is refused, with the tensor's name."""
     with pytest.raises(CheckpointError, match=r"a \(weight\) is torch.complex128"):
         write(lambda: [("a", torch.ones(1, dtype=torch.complex128))], tmp_path)
 
 
 @pytest.mark.usefixtures("ends_processes")
 def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
-    """It is converted and thinned out as a prepared one: floating parameters alone change their type."""
+    """An unprepared model is converted and deduplicated like a prepared one. Only floating-point parameters change."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     model[0].bias.requires_grad_(True)
     accelerator = Accelerator(cpu=True)
@@ -243,6 +243,6 @@ def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "float32", torch.float32])
 def test_types_have_several_names(name: str | torch.dtype) -> None:
-    """The names of configurations, torch's, and torch's objects."""
+    """Dtypes can be given by the configuration's names, torch's names, or torch's objects."""
     assert parse_dtype(name) == torch.float32
     assert parse_dtype(None) is None

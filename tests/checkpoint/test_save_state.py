@@ -1,4 +1,4 @@
-"""save_state and load_state in one process: what is kept, what is found, what is refused."""
+"""save_state and load_state in one process: what is kept, found, and refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Training:
         self.losses: list[float] = []
 
     def steps(self, batches: Any, count: int | None = None) -> None:
-        """Train on all batches, or the first of them."""
+        """Train on all batches, or on the first of them."""
         for index, (x, y) in enumerate(batches, 1):
             loss = (self.model(x) - y).square().mean()
             self.accelerator.backward(loss)
@@ -53,7 +53,7 @@ class Training:
 
 @pytest.fixture
 def make_training() -> Iterator[Any]:
-    """Trainings that are ended in the end."""
+    """Create trainings and end them after the test."""
     made: list[Training] = []
 
     def make(**arguments: Any) -> Training:
@@ -66,7 +66,7 @@ def make_training() -> Iterator[Any]:
 
 
 def numbered(tmp_path: Path, **more: Any) -> ProjectConfiguration:
-    """Automatic names below `tmp_path`."""
+    """Use automatic names below `tmp_path`."""
     return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **more)
 
 
@@ -75,9 +75,9 @@ def numbered(tmp_path: Path, **more: Any) -> ProjectConfiguration:
 def test_goes_on_bitwise_within_an_epoch(
     make_training: Any, tmp_path: Path, by_itself: bool, accumulation: int, batches: int
 ) -> None:
-    """Losses after the load are the uninterrupted run's: order of the samples, dropout, statistics, schedule, Adam.
+    """Losses after the load equal the uninterrupted run's: sample order, dropout, statistics, scheduler, Adam.
 
-    With accumulation the rest of the epoch's six batches is a shorter window, in both.
+    With accumulation, the rest of the epoch's six batches is a shorter window in both runs.
     """
     how: dict[str, Any] = {
         "dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=by_itself),
@@ -105,7 +105,7 @@ def test_goes_on_bitwise_within_an_epoch(
 
 
 def test_weights_are_a_model_folder(make_training: Any, tmp_path: Path) -> None:
-    """The weights load by safetensors alone, also in shards; each state stands under its parameter's name."""
+    """The weights load by safetensors alone, also from shards. Each state has its parameter's name."""
     training = make_training()
     training.steps(training.loader, 1)
     folder = training.accelerator.save_state(tmp_path / "saved", max_shard_size=200)
@@ -120,13 +120,13 @@ def test_weights_are_a_model_folder(make_training: Any, tmp_path: Path) -> None:
 
 
 def test_names_count_and_rotate(make_training: Any, tmp_path: Path) -> None:
-    """Automatic names count up, also after a load; the oldest go beyond the limit, and nothing else does.
+    """Automatic names count up, also after a load. Only the oldest checkpoints beyond the limit are removed.
 
-    No number is used twice, not even that of a save that never ended: nobody knows whether its run has.
+    No number is reused, not even that of an unfinished save, because its run may still be alive.
     """
     training = make_training(project_config=numbered(tmp_path, total_limit=2))
     (tmp_path / "checkpoints" / "checkpoint_notes").mkdir(parents=True)
-    (tmp_path / "checkpoints" / ".checkpoint_0.0a1b2c3d.writing").mkdir()  # of a killed run
+    (tmp_path / "checkpoints" / ".checkpoint_0.0a1b2c3d.writing").mkdir()  # from a killed run
     for _ in range(3):
         training.accelerator.save_state()
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -141,7 +141,7 @@ def test_names_count_and_rotate(make_training: Any, tmp_path: Path) -> None:
 
 
 def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> None:
-    """A missing manifest, a missing file and a short one are told; the newest complete checkpoint is loaded."""
+    """A missing manifest, a missing file and a short one are reported, and the newest complete checkpoint loads."""
     training = make_training(project_config=numbered(tmp_path))
     folders = [training.accelerator.save_state() for _ in range(4)]
     (folders[3] / "manifest.json").unlink()
@@ -162,7 +162,7 @@ def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> No
 
 
 def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error on the way, or a full disk, leaves the checkpoint that was there, no draft, and a training that runs."""
+    """An error or a full disk during a save leaves the old checkpoint, no draft, and a training that continues."""
     training = make_training()
     training.steps(training.loader, 1)
     folder = training.accelerator.save_state(tmp_path / "saved")
@@ -190,7 +190,7 @@ def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkey
 
 
 def test_a_limit_of_file_sizes_is_named(make_training: Any, tmp_path: Path) -> None:
-    """A shell's `ulimit -f`, or a file system's limit: which file, and what makes smaller ones; nothing is left."""
+    """A file-size limit (`ulimit -f` or the file system) is reported with the file and the fix. No file is left."""
     training = make_training()
     training.steps(training.loader, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -205,7 +205,7 @@ def test_a_limit_of_file_sizes_is_named(make_training: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("elements", [62, 126])
 def test_what_is_not_written_once_is_no_checkpoint(make_training: Any, tmp_path: Path, elements: int) -> None:
-    """A range that nobody writes, or that is written twice, is named with the tensor; nothing is left."""
+    """A tensor range that is written never or twice is named, and no file is left."""
     training = make_training()
     training.steps(training.loader, 1)
     session = training.optimizer.session
@@ -219,7 +219,7 @@ def test_what_is_not_written_once_is_no_checkpoint(make_training: Any, tmp_path:
 
 
 def test_same_folder_again(make_training: Any, tmp_path: Path) -> None:
-    """A folder is replaced as a whole; what the user keeps in it stays; a run killed between loads the older one."""
+    """A folder is replaced as a whole and keeps the user's own files. A run killed in between loads the older one."""
     training = make_training()
     folder = tmp_path / "out"
     (folder / "logs").mkdir(parents=True)
@@ -241,16 +241,16 @@ class Holder:
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """It."""
+        """Return the value."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
+        """Set the value."""
         self.state = state
 
 
 def test_registered_objects_come_back(make_training: Any, tmp_path: Path) -> None:
-    """Nested containers, tensors of every type, arrays, odd numbers and keys come back as they were."""
+    """Nested containers, tensors of every dtype, arrays, odd numbers and keys load unchanged."""
     training = make_training()
     state = {
         "numbers": [1, -2.5, float("inf"), True, None, 3 + 4j],
@@ -294,7 +294,7 @@ def test_registered_objects_come_back(make_training: Any, tmp_path: Path) -> Non
 
 
 def test_hooks(make_training: Any, tmp_path: Path) -> None:
-    """Hooks get models and whole weights, write into the folder, take weights over, and can be removed."""
+    """Hooks get models and unpartitioned weights, write into the folder, take over weights, and can be removed."""
     training = make_training()
     inner = training.accelerator.unwrap_model(training.model)
 
@@ -327,7 +327,7 @@ def test_hooks(make_training: Any, tmp_path: Path) -> None:
 
 
 def test_deepspeeds_own_arguments_are_named(make_training: Any, tmp_path: Path) -> None:
-    """With what to write instead."""
+    """DeepSpeed's own arguments are refused with what to write instead."""
     accelerator = make_training().accelerator
     with pytest.raises(TypeError, match=r"save_state\(exclude_frozen_parameters=…\).*\n.*max_shard_size"):
         accelerator.save_state(tmp_path / "none", exclude_frozen_parameters=True)
@@ -337,7 +337,7 @@ def test_deepspeeds_own_arguments_are_named(make_training: Any, tmp_path: Path) 
 
 
 def test_what_does_not_fit_is_named(make_training: Any, tmp_path: Path) -> None:
-    """Another model, another optimizer, no folder, a folder of pickles: each is told with what to do."""
+    """Another model, another optimizer, no folder, a folder of pickles: each error says what to do."""
     training = make_training()
     training.steps(training.loader, 1)
     folder = training.accelerator.save_state(tmp_path / "saved")
@@ -387,7 +387,7 @@ def test_random_numbers_go_on(make_training: Any, tmp_path: Path) -> None:
 
 
 def test_the_loss_scale_goes_on(make_training: Any, tmp_path: Path) -> None:
-    """Factor, patience and count of good steps under fp16 are those of the save: the next halving comes as it would."""
+    """fp16's loss scale, patience and count of good steps are restored, so the next halving comes at the same step."""
     scaler = GradScalerKwargs(init_scale=1024.0, growth_interval=4)
     training = make_training(mixed_precision="fp16", kwargs_handlers=[scaler])
 

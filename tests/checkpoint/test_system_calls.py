@@ -1,4 +1,4 @@
-"""The system calls of a save: their order, and what becomes of the checkpoints where any one of them fails."""
+"""The system calls of a save: their order, and the state of the checkpoints if any one call fails."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ accelerator.end_training()
 """
 _CALL = re.compile(r'(\w+)\((?:\d+<|"|AT_FDCWD<[^>]*>, ")([^">]*)[>"](?:, (?:AT_FDCWD<[^>]*>, )?"([^"]*)")?.*\) += 0$')
 _UNFINISHED, _RESUMED = "<unfinished ...>", re.compile(r"^<\.\.\. \w+ resumed>")
-STRACE = ("strace", "-f", "--seccomp-bpf")  # the latter leaves calls alone that are not asked for
+STRACE = ("strace", "-f", "--seccomp-bpf")  # the latter ignores calls that are not traced
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir"
 
 
 def trace(folder: Path, *arguments: str) -> list[tuple[str, str, str]]:
-    """The calls that succeeded, each with its path and, for a rename, the new one."""
+    """Return the successful calls, each with its path and, for a rename, the new path."""
     found = folder / "trace"
     command = [*STRACE, "-y", "-o", str(found), "-e", f"trace={CALLS}", sys.executable, "-c", SAVES, *arguments]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
@@ -62,7 +62,7 @@ def trace(folder: Path, *arguments: str) -> list[tuple[str, str, str]]:
 
 
 def _complete_lines(text: str) -> Iterator[str]:
-    """A line for each call, at its end: strace prints two where another thread's call comes between."""
+    """Return one line for each call, at its end. strace splits a line if another thread's call comes between."""
     begun: dict[str, str] = {}
     for line in text.splitlines():
         thread, _, call = line.partition(" ")
@@ -73,7 +73,7 @@ def _complete_lines(text: str) -> Iterator[str]:
 
 
 def test_a_call_that_strace_prints_in_two_parts() -> None:
-    """Its parts are joined by the thread, and it counts where it ends."""
+    """A call that strace prints in two parts is joined by its thread and counts at its end."""
     printed = """7  fsync(3</out/a>) = 0
 7  rename("/out/a", "/out/b" <unfinished ...>
 8  fsync(4</out> <unfinished ...>
@@ -88,7 +88,7 @@ def test_a_call_that_strace_prints_in_two_parts() -> None:
 
 
 def test_the_order(tmp_path: Path) -> None:
-    """Each file reaches the disk, then its folder, then the name; the name does before an older checkpoint goes."""
+    """Each file reaches the disk before its folder, then the name. Only then an older checkpoint is removed."""
     calls = trace(tmp_path, "weights")
     out, weights = tmp_path / "out/checkpoints", tmp_path / "weights"
     moves = [
@@ -111,7 +111,7 @@ def test_the_order(tmp_path: Path) -> None:
         assert ("fsync", str(out), "") in later[:first_removed]
     gone = [number for number, source, target in moves if target.name.endswith(".removing")]
     assert len(gone) == 2
-    for number in gone:  # an older one has lost its name on the disk before its first file goes
+    for number in gone:  # an older checkpoint's name is gone from the disk before its first file
         unlinked = next(n for n in range(number, len(calls)) if calls[n][0].startswith("unlink"))
         assert ("fsync", str(out), "") in calls[number:unlinked]
     replaced = [(number, source) for number, source, target in moves if target == weights / "model.safetensors"]
@@ -120,7 +120,7 @@ def test_the_order(tmp_path: Path) -> None:
         assert ("fsync", str(weights), "") in calls[number:]
 
 
-# Of a run's calls: the first are those of its start, and of the first save, before which there is nothing to lose.
+# Of all calls of a run. The first calls belong to its start and its first save, when there is nothing to lose yet.
 PLACES = {
     ("fsync", "EIO"): range(5, 52, 2),
     ("fsync", "ENOSPC"): range(6, 52, 6),
@@ -137,7 +137,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("call", "error", "when"), FAILURES)
 def test_one_that_fails(call: str, error: str, when: int, tmp_path: Path, tried: Callable[..., dict[str, Any]]) -> None:
-    """The n-th of its kind in a run: that save is an error of one line, and what was saved before it can be loaded."""
+    """If the n-th call of a kind fails, that save raises an error of one line, and the older checkpoint loads."""
     row = tried(f"{call} fails with {error}", 1)
     kinds = {"fsync": "fsync", "rename": "rename,renameat,renameat2"}[call]
     inject = f"inject={kinds}:error={error}:when={when}"

@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Shared fixtures of the command tests."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ from zero_plugin.distributed import messages
 
 @pytest.fixture(autouse=True)
 def messages_as_before() -> Iterator[None]:
-    """A command that is called in this process shows messages in its way; in the next test they are as they were."""
+    """Restore the message handlers after each test, because a command in this process replaces them."""
     logger = logging.getLogger("zero_plugin")
     before = {handler: dict(vars(handler)) for handler in logger.handlers}
     level, own_level = logger.level, messages._own_level
@@ -29,7 +29,7 @@ def messages_as_before() -> Iterator[None]:
 def run_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Run `zero-plugin …` in this process; exit code, output, errors."""
+    """Run `zero-plugin …` in this process. Return exit code, output, and errors."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["zero-plugin", *arguments])

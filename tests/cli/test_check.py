@@ -24,7 +24,7 @@ FILES = {
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Check) -> Check:
-    """Runs the command in a folder with FILES; returns exit code, standard output and standard error."""
+    """Run the command in a folder with FILES. Return exit code, standard output, and standard error."""
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)
@@ -32,7 +32,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Check) -
 
 
 def test_good_files_are_said_to_be_good(check: Check) -> None:
-    """One line, whatever the number of files; exit code 0."""
+    """Good files give one line, whatever their number, and exit code 0."""
     Path("g.json").write_text('{"zero_optimization": {"stage": 2}}')
     assert check("fine.yaml", "g.json") == (0, "2 files: no problem found\n", "")
     assert check("fine.yaml") == (0, "fine.yaml: no problem found\n", "")
@@ -44,7 +44,7 @@ def test_good_files_are_said_to_be_good(check: Check) -> None:
 
 
 def test_memory_without_its_unit(check: Check) -> None:
-    """24 is taken as bytes, and nobody means those; a number of bytes that can be one is legal."""
+    """A bare 24 means 24 bytes, which is a mistake and is reported. A plausible number of bytes is legal."""
     Path("m.yaml").write_text("gpu_memory: 24\nhost_memory: '512B'\n")
     code, out, _ = check("m.yaml")
     assert code == 2
@@ -55,7 +55,7 @@ def test_memory_without_its_unit(check: Check) -> None:
 
 
 def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
-    """Each with place, severity, key, value, why and what to write, file by file; then one line of counts."""
+    """One report lists all files' problems: place, severity, key, value, reason, fix. The last line has counts."""
     code, out, _ = check("warns.json", "a.yaml", "fine.yaml", "b.json")
     assert code == 2
     assert out.splitlines() == [
@@ -72,7 +72,7 @@ def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
 
 
 def test_a_value_is_shown_unless_the_message_has_it(check: Check) -> None:
-    """A digit of another number is not the value; the value in a sentence is."""
+    """A value is printed unless the message contains it. A digit inside another number does not count."""
     Path("v.json").write_text('{"fp16": {"enabled": true, "loss_scale": 1024, "initial_scale_power": 4}}')
     assert "fp16.initial_scale_power = 4: has no effect: fp16.loss_scale is a fixed 1024" in check("v.json")[1]
     Path("v.json").write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}')
@@ -80,7 +80,7 @@ def test_a_value_is_shown_unless_the_message_has_it(check: Check) -> None:
 
 
 def test_warnings_fail_only_when_strict(check: Check) -> None:
-    """0 without --strict, 1 with it; errors are 2 with and without; a note alone never fails."""
+    """Warnings exit with 0, and with 1 under --strict. Errors exit with 2. Notes never fail."""
     assert check("warns.json")[0] == 0
     assert check("--strict", "warns.json")[0] == 1
     assert check("--strict", "b.json")[0] == 2
@@ -90,7 +90,7 @@ def test_warnings_fail_only_when_strict(check: Check) -> None:
 
 
 def test_what_a_run_without_zero_drops_is_a_warning(check: Check) -> None:
-    """A file that describes ZeRO and asks for a run without it is told what it leaves out."""
+    """A file that configures ZeRO and requests a run without ZeRO is warned about the dropped settings."""
     Path("ddp.yaml").write_text(f"distributed_type: MULTI_CPU\n{ZERO}")
     Path("zero.yaml").write_text(f"distributed_type: DEEPSPEED\n{ZERO}")
     code, out, _ = check("ddp.yaml", "zero.yaml")
@@ -100,7 +100,7 @@ def test_what_a_run_without_zero_drops_is_a_warning(check: Check) -> None:
 
 
 def test_zero_beside_a_tpu_is_dropped_aloud(check: Check) -> None:
-    """What is dropped, and what a TPU does in its place."""
+    """ZeRO settings for a TPU are dropped with a warning that says what a TPU does instead."""
     Path("tpu.yaml").write_text("distributed_type: TPU\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}\n")
     code, out, _ = check("tpu.yaml")
     assert code == 0
@@ -109,7 +109,7 @@ def test_zero_beside_a_tpu_is_dropped_aloud(check: Check) -> None:
 
 
 def test_what_launch_always_refuses_is_a_warning(check: Check) -> None:
-    """The file is right as far as it goes, and no machine runs it: no error, but no silence either."""
+    """A valid file that no machine can run gets a warning, not an error."""
     text = "deepspeed_config: {zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: auto}}}\n"
     Path("c.yaml").write_text(text)
     code, out, _ = check("c.yaml")
@@ -119,13 +119,13 @@ def test_what_launch_always_refuses_is_a_warning(check: Check) -> None:
 
 
 def test_what_a_plan_fills_is_no_warning(check: Check) -> None:
-    """An open stage or device is the plan's to choose, at the launch or at prepare."""
+    """An open stage or device gives no warning: the plan chooses it at launch or at prepare."""
     Path("c.yaml").write_text("deepspeed_config: {zero_stage: auto, offload_optimizer_device: auto}\n")
     assert check("c.yaml")[:2] == (0, "c.yaml: no problem found\n")
 
 
 def test_batch_sizes_for_any_number_of_processes_are_no_warning(check: Check) -> None:
-    """What only the number of processes decides is for `launch` to say."""
+    """Batch sizes that depend on the number of processes give no warning. `launch` checks them."""
     Path("b.json").write_text(
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'
     )
@@ -133,7 +133,7 @@ def test_batch_sizes_for_any_number_of_processes_are_no_warning(check: Check) ->
 
 
 def test_a_json_that_a_yaml_names_is_reported_once(check: Check) -> None:
-    """Checked with the YAML and by itself, its problems stand under its own name, one time."""
+    """A JSON checked with its YAML and on its own has its problems reported once, under its name."""
     Path("c.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: b.json}\n")
     code, out, _ = check("c.yaml", "b.json")
     assert code == 2
@@ -142,7 +142,7 @@ def test_a_json_that_a_yaml_names_is_reported_once(check: Check) -> None:
 
 
 def test_a_folder_is_searched_for_configurations(check: Check) -> None:
-    """Also below, also broken and mistyped ones; what is plainly something else is named as skipped."""
+    """A folder is searched recursively, also for broken and mistyped files. Unrelated files are listed as skipped."""
     for folder in ("sub/deep", ".hidden", "sub/node_modules", "env"):
         Path(folder).mkdir(parents=True)
         Path(folder, "bad.yaml").write_text("zero_optimisation: {stage: 2}\n")
@@ -160,7 +160,7 @@ def test_a_folder_is_searched_for_configurations(check: Check) -> None:
 
 
 def test_a_folder_without_configurations_is_an_error(check: Check, tmp_path: Path) -> None:
-    """A check that checks nothing must not pass."""
+    """A folder without configurations is an error, because a check of nothing must not pass."""
     (tmp_path / "empty").mkdir()
     code, out, _ = check("empty")
     assert code == 2
@@ -168,14 +168,14 @@ def test_a_folder_without_configurations_is_an_error(check: Check, tmp_path: Pat
 
 
 def test_a_file_that_is_named_is_checked_whatever_it_looks_like(check: Check) -> None:
-    """A missing one is an error too."""
+    """A named file is checked whatever its content, and a missing one is an error."""
     Path("package.json").write_text('{"name": "x"}')
     assert "package.json:1:2: error: name" in check("package.json")[1]
     assert "Did you mean fine.yaml?" in check("finee.yaml")[1]
 
 
 def test_standard_input(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-` reads it as a file without a name; a JSON that it names is sought where the command runs."""
+    """`-` reads standard input as a file without a name. A JSON that it names is searched in the working folder."""
     text = b"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: b.json\n  zero_stag: 2\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     code, out, _ = check("-")
@@ -185,7 +185,7 @@ def test_standard_input(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_has_every_part(check: Check) -> None:
-    """Place as numbers, and key, value, message and fix apart."""
+    """JSON output has the place as numbers, and key, value, message and fix as separate fields."""
     code, out, _ = check("--format", "json", "a.yaml")
     report = json.loads(out)
     assert code == 2
@@ -203,7 +203,7 @@ def test_json_has_every_part(check: Check) -> None:
 
 
 def test_github_annotations_are_escaped(check: Check) -> None:
-    """One workflow command a line; per cent and line ends are escaped, in properties colon and comma too."""
+    """Each problem is one workflow command. Percent signs and line ends are escaped, in properties `:` and `,` too."""
     Path("a,b.json").write_text('{"fp16": {"enabled": true}, "100%": 1}')
     out = check("--format", "github", "a,b.json", "warns.json")[1]
     unknown = '"100%25" = 1: unknown key%0ADelete it; a comment key starts with _.'
@@ -215,9 +215,9 @@ def test_github_annotations_are_escaped(check: Check) -> None:
 
 
 def test_a_terminal_sees_the_line_and_a_mark_under_the_key(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark is as long as the word; a long line is cut around it."""
+    """The mark is as long as the word. A long line is cut around the word."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "dumb")  # one without colours
+    monkeypatch.setenv("TERM", "dumb")  # a terminal without colours
     Path("long.json").write_text(
         '{"bf16": {"enabled": true}, ' + " " * 200 + '"zero_stag": 2, "_": "' + "x" * 200 + '"}'
     )
@@ -237,7 +237,7 @@ def test_a_terminal_sees_the_line_and_a_mark_under_the_key(check: Check, monkeyp
 
 @pytest.mark.parametrize("words", [[], ["deepspeed"], ["yaml"]], ids=str)
 def test_the_schemas_are_printed(check: Check, words: list[str]) -> None:
-    """As JSON Schemas that are valid themselves; the DeepSpeed one by default."""
+    """The schemas are printed as valid JSON Schemas, DeepSpeed's by default."""
     code, out, _ = check("--print_schema", *words)
     schema = json.loads(out)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -246,13 +246,13 @@ def test_the_schemas_are_printed(check: Check, words: list[str]) -> None:
 
 
 def test_nothing_to_check_is_a_usage_error(check: Check) -> None:
-    """Rather than a report of no files."""
+    """No file to check is a usage error, not an empty report."""
     code, _, err = check()
     assert (code, "FILE..." in err) == (2, True)
 
 
 def test_nothing_slow_is_imported(check: Check) -> None:
-    """The process that checks a file has imported neither torch nor DeepSpeed nor NumPy."""
+    """The process that checks a file imports neither torch nor DeepSpeed nor NumPy."""
     code = (
         "import sys\nfrom zero_plugin.cli.main import main\n"
         "sys.argv = ['zero-plugin', 'check', 'fine.yaml']\n"
@@ -263,7 +263,7 @@ def test_nothing_slow_is_imported(check: Check) -> None:
 
 
 def test_quiet_prints_only_problems(tmp_path: Path) -> None:
-    """Of a good file nothing, of a bad one what is printed without it."""
+    """With --quiet a good file prints nothing, and a bad one prints the same as without --quiet."""
     command = [sys.executable, "-m", "zero_plugin", "check"]
     (tmp_path / "good.json").write_text('{"zero_optimization": {"stage": 2}}')
     (tmp_path / "bad.json").write_text('{"zero_optimization": {"stag": 2}}')

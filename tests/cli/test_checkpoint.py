@@ -1,4 +1,4 @@
-"""`zero-plugin checkpoint`: what it prints, what it writes, and how it ends."""
+"""`zero-plugin checkpoint`: its output, its files, and its exit codes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ except SystemExit as end:
 
 
 def run(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess[str]:
-    """The command; with `cold` in a process of its own, which fails where torch is imported."""
+    """Run the command. With `cold`, use a new process, which fails if torch is imported."""
     words = ["checkpoint", *map(str, arguments)]
     if cold:
         environment = {**os.environ, "COLUMNS": "100"}
@@ -51,7 +51,7 @@ def run(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess[s
 
 
 def make_checkpoint(folder: Path, step: int) -> Path:
-    """A checkpoint of one trained weight in bf16 and a frozen one."""
+    """Write a checkpoint with one trained bf16 weight and a frozen weight."""
     master = torch.arange(6.0).view(2, 3) / 7
     tensors = {
         (WEIGHT, "layer.weight"): Stored.of(master.bfloat16()),
@@ -76,12 +76,12 @@ def make_checkpoint(folder: Path, step: int) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """One checkpoint."""
+    """Write one checkpoint."""
     return make_checkpoint(tmp_path / "one", 7)
 
 
 def test_inspect_says_what_is_in_a_checkpoint(checkpoint: Path) -> None:
-    """Step, counts, what wrote it in which run, kinds with bytes; without importing torch."""
+    """`inspect` prints step, counts, version, run, and kinds with bytes, without importing torch."""
     manifest = read_manifest(checkpoint)
     replace(manifest, about={**manifest.about, "run": "0123456789abcdef"}).write(checkpoint)
     done = run("inspect", checkpoint, cold=True)
@@ -102,7 +102,7 @@ def test_inspect_says_what_is_in_a_checkpoint(checkpoint: Path) -> None:
 
 
 def test_inspect_lists_tensors_and_gives_json(checkpoint: Path) -> None:
-    """Each tensor with shape, type and file, as text and as JSON."""
+    """`inspect` lists each tensor with shape, dtype and file, as text and as JSON."""
     done = run("inspect", checkpoint, "--tensors", cold=True)
     assert "weight      layer.weight  2×3    BF16  model.safetensors" in done.stdout
     content = json.loads(run("inspect", checkpoint, "--tensors", "--json", cold=True).stdout)
@@ -115,7 +115,7 @@ def test_inspect_lists_tensors_and_gives_json(checkpoint: Path) -> None:
 
 
 def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp_path: Path) -> None:
-    """In the order of their numbers; `verify` reads all, exits with 1, and names the newest complete one."""
+    """Checkpoints are listed by number, damaged ones marked. `verify` exits with 1 and names the newest good one."""
     for number in (2, 10):
         make_checkpoint(tmp_path / f"checkpoint_{number}", number)
     make_checkpoint(tmp_path / "checkpoint_11", 11)
@@ -141,7 +141,7 @@ def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp
 
 
 def test_every_damage_is_named(checkpoint: Path) -> None:
-    """`verify` names files that are missing, cut off, and changed, and exits with 1; `inspect` still says the rest."""
+    """`verify` names missing, truncated and changed files and exits with 1. `inspect` still prints the rest."""
     (checkpoint / "optimizer" / "masters.safetensors").unlink()
     states = checkpoint / "optimizer" / "exp_avg.safetensors"
     states.write_bytes(states.read_bytes()[:-1])
@@ -158,7 +158,7 @@ def test_every_damage_is_named(checkpoint: Path) -> None:
 
 
 def test_export_takes_the_masters(checkpoint: Path, tmp_path: Path) -> None:
-    """fp32 is not the rounded weights; `keep` is bit for bit what was trained; the result is inspected too."""
+    """fp32 export uses masters, not rounded weights. `keep` is bitwise the trained values. `inspect` reads both."""
     done = run("export", checkpoint, tmp_path / "hf", "--to", "hf", "--dtype", "fp32")
     assert done.returncode == 0, done.stderr
     assert torch.equal(
@@ -172,7 +172,7 @@ def test_export_takes_the_masters(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_universal_export_and_what_it_leaves_out(checkpoint: Path, tmp_path: Path) -> None:
-    """A folder with `latest_universal`; that DeepSpeed reads no frozen weights is said on standard error."""
+    """A universal export has `latest_universal`. Standard error says that DeepSpeed reads no frozen weights."""
     done = run("export", checkpoint, tmp_path / "u", "--to", "deepspeed_universal")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "u" / "latest_universal").read_text() == "global_step7"
@@ -183,7 +183,7 @@ def test_universal_export_and_what_it_leaves_out(checkpoint: Path, tmp_path: Pat
 
 
 def test_import_of_a_model_folder(tmp_path: Path) -> None:
-    """It becomes a checkpoint, which is not imported once more."""
+    """A model folder is imported as a checkpoint, and an import of a checkpoint is refused."""
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.ones(3)}, tmp_path / "hf" / "model.safetensors")
     done = run("import", tmp_path / "hf", tmp_path / "out")
@@ -208,7 +208,7 @@ def test_import_of_a_model_folder(tmp_path: Path) -> None:
     ids=str,
 )
 def test_wrong_folders_and_flags_are_one_screen(arguments: tuple[str, ...], part: str, tmp_path: Path) -> None:
-    """Exit code 2, no traceback, the place and what is legal; before torch is imported, and nothing is written."""
+    """A wrong folder or flag gives exit code 2, place and legal values, no traceback, no torch import, and no file."""
     for name in ("empty", "cut", "broken"):
         (tmp_path / name).mkdir()
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"\x00" * 3)

@@ -1,4 +1,4 @@
-"""`zero-plugin config`, answered as a person or a script answers it."""
+"""`zero-plugin config`, answered by a person or a script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "configs"
 
 
 def run(*arguments: str, folder: Path, answers: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `zero-plugin config …` with its answers in a pipe, one to a line; "" takes the default."""
+    """Run `zero-plugin config …` with answers in a pipe, one a line. "" takes the default."""
     return subprocess.run(
         [sys.executable, "-m", "zero_plugin", "config", *arguments],
         cwd=folder,
@@ -52,7 +52,7 @@ KEYS = {"up": "\x1b[A", "down": "\x1b[B", "enter": "\r", "ctrl-c": "\x03", "ctrl
 
 
 def wait_until_it_reads(pid: int) -> None:
-    """Python loses a signal that comes after a prompt is printed and before the answer is waited for."""
+    """Wait until the program reads. Python loses a signal between the prompt's output and the start of the read."""
     stat, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S" and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -60,13 +60,13 @@ def wait_until_it_reads(pid: int) -> None:
 
 
 class Terminal:
-    """A person at a terminal: waits for a question, presses keys. All of it ends within a minute."""
+    """A person at a terminal, who waits for a question and presses keys. Every call ends within a minute."""
 
     def __init__(self, command: list[str], folder: Path, **environment: str) -> None:
         self.shown = ""
         self._read = 0
         self._deadline = time.monotonic() + 60
-        # Without this prompt_toolkit asks the terminal where the cursor is, and nobody here would answer.
+        # Without this, prompt_toolkit asks the terminal for the cursor position, and no terminal answers here.
         extra = {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "HF_HOME": str(folder / "home"), **environment}
         self._own_end, end = pty.openpty()
         self.process = subprocess.Popen(
@@ -77,12 +77,12 @@ class Terminal:
             stdout=end,
             stderr=end,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # to make Ctrl-C a signal
         )
         os.close(end)
 
     def answer(self, question: str, *keys: str) -> None:
-        """Wait until `question` is shown after what was answered before, then press keys."""
+        """Wait until `question` appears after the previous answers, then press keys."""
         while question not in self.shown[self._read :]:
             assert self._more(), f"{question!r} was not asked:\n{self.shown}"
         self._read = self.shown.index(question, self._read) + len(question)
@@ -92,7 +92,7 @@ class Terminal:
             os.write(self._own_end, KEYS.get(key, key).encode())
 
     def end(self) -> int:
-        """Its exit code, when it has said all."""
+        """Return the exit code after all output is read."""
         while self._more():
             pass
         return self.process.wait(timeout=10)
@@ -126,7 +126,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
 
 def written(file: Path) -> dict[str, Any]:
-    """The values of a written config, which the check finds nothing to say of, and which has a comment for each key."""
+    """Return the values of a written config. The check must pass, and each key must have a comment."""
     assert find_problems(read_document(file)) == []
     values: dict[str, Any] = yaml.safe_load(file.read_text())
     sections = ("deepspeed_config", "dynamo_config")
@@ -135,7 +135,7 @@ def written(file: Path) -> dict[str, Any]:
     return values
 
 
-# Answers by number, "" for the default, and what they make.
+# Answers by number ("" takes the default), and the resulting values.
 PIPED = {
     "cpu": (
         ["cpu", "", "", "", "", ""],
@@ -264,7 +264,7 @@ PIPED = {
 
 @pytest.mark.parametrize("name", PIPED)
 def test_answers_through_a_pipe(name: str, tmp_path: Path) -> None:
-    """Plain questions where there is no terminal; every answer is used, and no question comes without one."""
+    """Without a terminal the questions are plain text. Every answer is used, and no question lacks an answer."""
     answers, expected = PIPED[name]
     done = run(folder=tmp_path, answers=lines(*answers))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -278,7 +278,7 @@ def test_answers_through_a_pipe(name: str, tmp_path: Path) -> None:
 
 
 def test_stage_2_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    """A menu moves by arrow keys; Enter takes what is pointed at, or the default of a line."""
+    """Arrow keys move in a menu. Enter takes the marked choice, or the default of a line."""
     person = terminal("--config_file", "mine.yaml")
     person.answer("Which device trains the model?", "up", "enter")
     person.answer("How many machines?", "enter")
@@ -309,7 +309,7 @@ def test_stage_2_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Pa
 
 
 def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    """Stage 3 opens NVMe, weights and saving; the second folder is offered as the first."""
+    """Stage 3 asks about NVMe, weights and saving. The second folder's default is the first folder."""
     person = terminal()
     person.answer("Which device trains the model?", "up", "enter")
     person.answer("How many machines?", "enter")
@@ -350,7 +350,7 @@ def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_
 
 
 def test_a_terminal_without_a_cursor_gets_numbered_lists(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    """TERM=dumb: no menu is drawn, a wrong answer is asked for again."""
+    """TERM=dumb gets numbered lists instead of menus, and a wrong answer is asked for again."""
     person = terminal(TERM="dumb")
     person.answer("  2) CPU", "7\n")
     person.answer("Type a number: 1, 2, 3.", "2\n")
@@ -365,7 +365,7 @@ def test_a_terminal_without_a_cursor_gets_numbered_lists(terminal: Callable[...,
 def test_stopping_leaves_nothing(
     term: str, key: str, code: int, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
-    """Ctrl-C in a menu or a line ends it with 130 and no traceback; no file is there, also no part of one."""
+    """Ctrl-C in a menu or a line exits with 130, without traceback and without a partial file."""
     person = terminal(TERM=term)
     person.answer("Which device trains the model?", "enter")
     person.answer("How many machines?", key)
@@ -376,7 +376,7 @@ def test_stopping_leaves_nothing(
 
 
 def test_ctrl_c_in_a_menu(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    """Also while a menu is on the screen, and without a word."""
+    """Ctrl-C exits silently while a menu is on the screen."""
     person = terminal()
     person.answer("TPU", "ctrl-c")
     assert person.end() == 130
@@ -384,7 +384,7 @@ def test_ctrl_c_in_a_menu(terminal: Callable[..., Terminal], tmp_path: Path) -> 
 
 
 def test_the_signal_is_as_quiet_as_the_key(tmp_path: Path) -> None:
-    """SIGINT to a process that waits for a pipe."""
+    """SIGINT exits silently while the process waits for a pipe."""
     process = subprocess.Popen(
         [sys.executable, "-m", "zero_plugin", "config"],
         cwd=tmp_path,
@@ -406,7 +406,7 @@ def test_the_signal_is_as_quiet_as_the_key(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_only_after_a_yes(tmp_path: Path) -> None:
-    """It asks before the questions, also with --default; whatever is no yes leaves the file as it is."""
+    """Replacing a file needs a yes before the questions, also with --default. Any other answer keeps the file."""
     file = tmp_path / "mine.yaml"
     for answers in ("", "n\n", "\n"):
         for flags in ([], ["--default"]):
@@ -417,12 +417,12 @@ def test_a_file_is_replaced_only_after_a_yes(tmp_path: Path) -> None:
             assert "Which device" not in done.stdout
             assert file.read_text() == "old"
     assert run("--config_file", "mine.yaml", "--default", folder=tmp_path, answers="y\n").returncode == 0
-    assert "scheduler_counts" not in written(file)  # a schedule built from the loader before prepare() ends with it
+    assert "scheduler_counts" not in written(file)  # a scheduler built from the loader before prepare() ends with it
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
 def test_default_asks_nothing(tmp_path: Path) -> None:
-    """`--default` writes the default file for this machine, and `launch` without a file takes and names it."""
+    """`--default` writes this machine's default file. `launch` without a file uses it and names it."""
     done = run("--default", folder=tmp_path)
     file = tmp_path / "home" / "zero_plugin" / "default_config.yaml"
     assert done.stdout == f"written: {file}\nrun it:  zero-plugin launch train.py\n"
@@ -445,7 +445,7 @@ def test_default_asks_nothing(tmp_path: Path) -> None:
     [("folder", "it is a folder"), ("file/below.yaml", "file is no folder that can be written")],
 )
 def test_a_place_that_cannot_be_written_is_said_before_the_questions(place: str, why: str, tmp_path: Path) -> None:
-    """Nobody answers twenty questions to learn that the path was wrong."""
+    """A path that cannot be written is reported before the questions, not after."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     done = run("--config_file", place, folder=tmp_path)
@@ -455,7 +455,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_questions(place: str,
 
 
 def test_a_deepspeed_json_answers_the_rest(tmp_path: Path) -> None:
-    """Its precision and stage are not asked again; a file with problems is refused at once, with them."""
+    """Precision and stage of a DeepSpeed JSON are not asked for. A file with problems is refused immediately."""
     (tmp_path / "bad.json").write_text('{"zero_optimisation": {"stage": 2}}')
     (tmp_path / "launch.yaml").write_text("num_processes: 2\n")
     good = tmp_path / "good.json"
@@ -482,14 +482,14 @@ def test_a_deepspeed_json_answers_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("junk", ["x", "-1", "1.5", "²", "9" * 30, "0"])
 def test_wrong_answers_are_asked_again(junk: str, tmp_path: Path) -> None:
-    """A count that is none, however it is written, gets its reason and another try."""
+    """A count that is not a number gets its reason and another try."""
     done = run("--config_file", "a.yaml", folder=tmp_path, answers=lines(2, junk, "", junk, "", "", "", ""))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Type a whole number of at least 1.") == 2
 
 
 def test_what_was_found_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with GPUs, Enter alone gives ZeRO-2 on all of them, in what they compute best."""
+    """On a machine with GPUs, Enter alone gives ZeRO-2 on all GPUs in their best precision."""
     monkeypatch.setattr("builtins.input", lambda _: "")
     assert ask_launch_config(Prompts(), Machine(gpus=4, cores=8), "bf16") == {
         "distributed_type": "DEEPSPEED",
@@ -506,7 +506,7 @@ def test_what_was_found_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the published configuration files are not beside this checkout")
 def test_update_of_a_file_that_accelerate_wrote(tmp_path: Path) -> None:
-    """It says the same, with comments, without the keys that say nothing; the old file is kept; twice is once."""
+    """Updating Accelerate's file keeps its meaning, adds comments, drops no-effect keys, and keeps the old file."""
     old = (SHARED / "trl" / "examples__accelerate_configs__deepspeed_zero3.yaml").read_text()
     file = tmp_path / "zero3.yaml"
     file.write_text(old)
@@ -523,7 +523,7 @@ def test_update_of_a_file_that_accelerate_wrote(tmp_path: Path) -> None:
 
 
 def test_update_refuses_what_the_check_refuses(tmp_path: Path) -> None:
-    """Nothing is changed; --update stands alone."""
+    """--update refuses what the check refuses and changes nothing. It takes no other option."""
     file = tmp_path / "bad.yaml"
     file.write_text("num_proceses: 2\n")
     done = run("--update", "bad.yaml", folder=tmp_path)

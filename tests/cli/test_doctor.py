@@ -1,4 +1,4 @@
-"""`zero-plugin doctor` on this machine, and on one that is made to lack something."""
+"""`zero-plugin doctor` on this machine, and on one that lacks something."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OFFLOAD = str(ROOT / "ds_configs" / "zero2_offload.yaml")
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    """Nothing that the default config needs is wrong; each line that is not well says what to do, and no other does."""
+    """The default config has no error here. Exactly the lines that are not ok say what to do."""
     done = doctor(tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -38,7 +38,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_table_for_people(tmp_path: Path) -> None:
-    """One line for each check in a pipe, the way out below it."""
+    """In a pipe, each check is one line, followed by its fix."""
     done = doctor(tmp_path, "--config_file", OFFLOAD)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -49,7 +49,7 @@ def test_a_table_for_people(tmp_path: Path) -> None:
 
 
 def test_without_compiler_and_ninja(tmp_path: Path) -> None:
-    """A PATH without them: wrong for a config that has an op to build, a warning for one that has none."""
+    """Without compiler and ninja, a config that builds an op gets an error, any other config a warning."""
     nothing = str(tmp_path / "bin")
     done = doctor(tmp_path, "--config_file", OFFLOAD, "--json", PATH=nothing)
     assert done.returncode == 1
@@ -65,7 +65,7 @@ def test_without_compiler_and_ninja(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(is_at_least("torch", "2.14"), reason="since torch 2.14 a lock that is left hinders nobody")
 def test_a_killed_builds_lock(tmp_path: Path) -> None:
-    """It is wrong for a config that loads the op, and for no other; the command removes it."""
+    """A killed build's lock is an error only for a config that loads the op, and the printed command removes it."""
     lock = tmp_path / "ops" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -81,7 +81,7 @@ def test_a_killed_builds_lock(tmp_path: Path) -> None:
 
 
 def test_an_nvme_folder_on_a_ram_disk(tmp_path: Path) -> None:
-    """Measured as it is: /dev/shm is memory."""
+    """/dev/shm as an NVMe folder is recognised as memory."""
     config = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/dev/shm/zero_plugin"}},
     }
@@ -95,7 +95,7 @@ def test_an_nvme_folder_on_a_ram_disk(tmp_path: Path) -> None:
 
 
 def test_a_config_that_launch_would_refuse(tmp_path: Path) -> None:
-    """A folder that cannot be made is a line of the table; a file that cannot be read is an error as everywhere."""
+    """A folder that cannot be made is a line of the table. A file that cannot be read is the usual error."""
     (tmp_path / "a.yaml").write_text("log_dir: a.yaml/logs\n")
     done = doctor(tmp_path, "--config_file", "a.yaml", "--json")
     assert done.returncode == 1
@@ -105,7 +105,7 @@ def test_a_config_that_launch_would_refuse(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["TMPDIR"])
 def test_a_folder_that_takes_no_file(variable: str, tmp_path: Path) -> None:
-    """Named with its reason."""
+    """A folder that accepts no file is named with its reason."""
     found = findings(doctor(tmp_path, "--json", **{variable: "/proc"}))[variable]
     assert found["level"] == "wrong"
     assert f"export {variable}=" in found["fix"]

@@ -1,4 +1,4 @@
-"""What configurations need of a machine, and what the doctor finds there."""
+"""The machine requirements of configurations, and the doctor's checks of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import Disk, filesystem_of, lockable_bytes, look_at_disk
 
-# ---- What configurations need, read off real documents ---------------------------------------------------------------
+# ---- Requirements of configurations, read from real documents --------------------------------------------------------
 
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -65,20 +65,20 @@ def needs_of(folder: Path, deepspeed: dict[str, Any], gpus: int = 0, **launch: A
 def test_ops(
     zero: dict[str, Any], optimizer: dict[str, Any] | None, gpus: int, ops: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Kernels by optimizer and device, and asynchronous I/O for NVMe."""
+    """Required ops depend on optimizer and device. NVMe needs asynchronous I/O."""
     training = {"zero_optimization": zero, **({"optimizer": optimizer} if optimizer else {})}
     assert needs_of(tmp_path, training, gpus).ops == ops
 
 
 def test_no_kernel_is_built_where_torchs_own_is_offloaded(tmp_path: Path) -> None:
-    """`zero_force_ds_cpu_optimizer: false` lets a machine without a compiler offload."""
+    """`zero_force_ds_cpu_optimizer: false` allows offload on a machine without a compiler."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     training = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     assert needs_of(tmp_path, training, 0).ops == ()
 
 
 def test_folders_and_locked_memory(tmp_path: Path) -> None:
-    """Each folder once; the swap buffers of every process, in the type of training."""
+    """Each folder counts once. Locked memory counts every process's swap buffers, in the training dtype."""
     zero = {"stage": 3, "offload_optimizer": NVME, "offload_param": {**NVME, "buffer_count": 4, "buffer_size": 1000}}
     needs = needs_of(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}}, num_processes=3)
     assert needs.nvme_folders == ("/data",)
@@ -87,13 +87,13 @@ def test_folders_and_locked_memory(tmp_path: Path) -> None:
 
 
 def test_a_run_without_zero_needs_nothing_of_deepspeed(tmp_path: Path) -> None:
-    """DDP by a document that also has a ZeRO section."""
+    """DDP needs nothing of DeepSpeed, even if the document has a ZeRO section."""
     needs = needs_of(tmp_path, {"zero_optimization": {"stage": 2}}, distributed_type="MULTI_CPU", num_processes=2)
     assert needs == Needs(processes=2)
 
 
 def test_processes_are_those_of_this_machine(tmp_path: Path) -> None:
-    """Of eight on two machines, four; without a number, one for each GPU."""
+    """Eight processes on two machines are four here. Without a number, each GPU gets one."""
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     several = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1"}
     assert needs_of(tmp_path, zero, num_processes=8, **several).processes == 4
@@ -101,7 +101,7 @@ def test_processes_are_those_of_this_machine(tmp_path: Path) -> None:
     assert needs_of(tmp_path, zero, gpus=3).offloads_to_host
 
 
-# ---- Host memory, locked memory and /dev/shm -------------------------------------------------------------------------
+# ---- CPU memory, locked memory and /dev/shm --------------------------------------------------------------------------
 
 
 GIB = 2**30
@@ -122,7 +122,7 @@ OFFLOADS = Needs(deepspeed=True, processes=2, offloads_to_host=True)
     ids=str,
 )
 def test_locked_memory(limit: int | None, needs: Needs, level: str) -> None:
-    """The limit of each process against its share of what is locked; the fix raises it."""
+    """Each process's limit is compared with its part of the locked memory. The fix raises the limit."""
     found = check_locked_memory(limit, needs)
     assert found.level == level
     assert level == "ok" or "ulimit -l unlimited" in found.fix
@@ -140,14 +140,14 @@ def test_locked_memory(limit: int | None, needs: Needs, level: str) -> None:
     ids=str,
 )
 def test_shared_memory(size: int | None, free: int, needs: Needs, level: str) -> None:
-    """Docker's 64 MiB is too small, and a full one is as bad; several processes need it."""
+    """Docker's 64 MiB of /dev/shm, or a full /dev/shm, is an error for several processes."""
     found = check_shared_memory(size, free, needs)
     assert found.level == level
     assert bool(found.fix) == (level != "ok")
 
 
 def test_host_memory() -> None:
-    """What is left counts where states are offloaded to it."""
+    """Free CPU memory is checked if states are offloaded to it."""
     assert check_host_memory(64 * GIB, 2 * GIB, TWO).level == "ok"
     assert check_host_memory(64 * GIB, 32 * GIB, OFFLOADS).level == "ok"
     scarce = check_host_memory(64 * GIB, 2 * GIB, OFFLOADS)
@@ -162,7 +162,7 @@ def test_host_memory() -> None:
 def test_who_may_lock_memory(
     capabilities: str, limit: int, lockable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit does not bind a process with CAP_IPC_LOCK, which root has outside of most containers."""
+    """A process with CAP_IPC_LOCK has no limit. Root has it outside most containers."""
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
     monkeypatch.setattr(zero_plugin.machine.hardware, "_STATUS", status)
@@ -191,7 +191,7 @@ GOOD = Disk("ext4", 10**12, True, 2e9, 3e9)
     ids=str,
 )
 def test_findings(disk: Disk | None, levels: list[str]) -> None:
-    """File system, room and speed, each with a fix where it is not well."""
+    """File system, free space and speed are reported, each with a fix if it is not ok."""
     found = list(check_disk("/data", disk))
     assert [finding.level for finding in found] == levels
     assert all(bool(finding.fix) == (finding.level != "ok") for finding in found)
@@ -212,7 +212,7 @@ MOUNTS = r"""
     [("/mnt/my disk/a", "xfs"), ("/mnt", "tmpfs"), ("/mntother", "ext4"), ("/data/x", "nfs4"), ("/", "ext4")],
 )
 def test_the_file_system_is_that_of_the_innermost_mount(folder: str, kind: str, tmp_path: Path) -> None:
-    """Blanks in names are read as the kernel writes them, and the later of two mounts on one point counts."""
+    """The innermost mount counts, and of two mounts on one point the later one. Escaped blanks in names are read."""
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS.lstrip())
     assert filesystem_of(Path(folder), mounts) == kind
@@ -220,10 +220,10 @@ def test_the_file_system_is_that_of_the_innermost_mount(folder: str, kind: str, 
 
 
 def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    """In about a second, with no file left, and without making the folder."""
+    """Measuring a real folder takes about a second, leaves no file, and does not create the folder."""
     began = time.monotonic()
     disk = look_at_disk(tmp_path / "not" / "there")
-    assert time.monotonic() - began < 10  # a bound against hanging
+    assert time.monotonic() - began < 10  # limit against hanging
     assert disk is not None
     assert disk.free > 0
     assert list(tmp_path.iterdir()) == []
@@ -234,7 +234,7 @@ def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_folder_where_nothing_can_be_made() -> None:
-    """/proc takes no file, whoever asks."""
+    """No user can create a folder in /proc."""
     assert look_at_disk(Path("/proc/zero_plugin")) is None
 
 
@@ -245,7 +245,7 @@ CPU = Needs(deepspeed=True, offloads_to_host=True)
 
 
 def test_folders(tmp_path: Path) -> None:
-    """One that can be written is well; one that is missing, takes no file or is not set is not."""
+    """A writable folder is ok. A missing, unset or unwritable one is not."""
     good = {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
     assert [f.level for f in check_folders(good)] == ["ok", "ok"]
     assert [f.level for f in check_folders({**good, "TMPDIR": str(tmp_path / "absent")})] == ["wrong", "ok"]
@@ -267,14 +267,14 @@ def test_folders(tmp_path: Path) -> None:
     ids=str,
 )
 def test_hostname(name: str, machines: int, level: str) -> None:
-    """A name without an address, or with one that only this machine reaches, hinders several machines."""
+    """A host name without an address, or with a loopback address, is an error for several machines."""
     found = check_hostname(name, machines=machines)
     assert found.level == level
     assert bool(found.fix) == (level != "ok")
 
 
 def test_port() -> None:
-    """A taken one is wrong, and the fix shows by whom it is taken."""
+    """A port in use is an error, and the fix shows the process that uses it."""
     with socket.socket() as server:
         server.bind(("", 0))
         server.listen()
@@ -290,7 +290,7 @@ NODES = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
 
 
 def test_memory_nodes() -> None:
-    """Several nodes are worth binding to where states are in CPU memory."""
+    """With several memory nodes and states in CPU memory, binding is recommended."""
     assert check_nodes({0: frozenset(range(8))}, CPU).level == "ok"
     assert check_nodes({}, CPU).level == "ok"
     assert check_nodes(NODES, Needs()).level == "ok"
@@ -314,7 +314,7 @@ def test_memory_nodes() -> None:
     ids=str,
 )
 def test_gpus(names: list[str], driver: bool, torch_cuda: bool, asked: str, level: str, fix: str) -> None:
-    """A driver whose GPUs torch does not see is told by its cause."""
+    """If the driver has GPUs that torch does not see, the cause is named."""
     found = check_gpus(names, {}, driver=driver, torch_cuda=torch_cuda, requested=asked)
     assert found.level == level
     assert fix in found.fix
@@ -322,12 +322,12 @@ def test_gpus(names: list[str], driver: bool, torch_cuda: bool, asked: str, leve
 
 
 def test_hidden_gpus() -> None:
-    """`CUDA_VISIBLE_DEVICES` that hides all is the cause."""
+    """A `CUDA_VISIBLE_DEVICES` that hides all GPUs is named as the cause."""
     found = check_gpus([], {"CUDA_VISIBLE_DEVICES": ""}, driver=True, torch_cuda=True, requested="gpu_ids is 0")
     assert found.fix == "unset CUDA_VISIBLE_DEVICES"
 
 
-# ---- The doctor's line about the TPU: torch_xla, what it would run on, and the command that fixes what is wrong ------
+# ---- The doctor's line about the TPU: torch_xla, its device, and the command that fixes a problem --------------------
 
 
 CHIPS = "4 TPU chips on the PCI bus"
@@ -355,7 +355,7 @@ def test_what_is_there_against_what_is_asked(
     level: Level,
     parts: list[str],
 ) -> None:
-    """Wrong only where the configuration asks for a TPU; whatever is not well says what to type."""
+    """A missing TPU is an error only if the configuration requests one. Each problem has a command to type."""
     monkeypatch.setattr("zero_plugin.cli.doctor_machine.find_version_problem", lambda: problem)
     found = check_tpu(seen, environ, requested=asked)
     assert found.level == level

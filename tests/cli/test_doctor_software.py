@@ -1,4 +1,4 @@
-"""What the doctor finds of software: versions, a toolchain in small trees that look like systems, and builds of ops."""
+"""The doctor's checks of software: versions, toolchains (in small trees that look like systems), and op builds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REQUIRED = ["torch>=2.9", "deepspeed>=0.19.8", "rich>=13", 'peft>=0.21; extra ==
 
 
 def test_tested_versions_are_those_of_the_constraints() -> None:
-    """What is called tested is what the suite is installed with."""
+    """The tested versions are those that the suite is installed with."""
     pinned = (Path(__file__).parents[2] / "constraints.txt").read_text()
     for name, version in TESTED.items():
         assert re.search(rf"^{name}=={re.escape(version)}\b", pinned, re.MULTILINE), name
@@ -43,7 +43,7 @@ def test_tested_versions_are_those_of_the_constraints() -> None:
     ("version", "level"), [((3, 9), "wrong"), ((3, 10), "ok"), ((3, 14), "ok"), ((3, 15), "warning")], ids=str
 )
 def test_python(version: tuple[int, int], level: str) -> None:
-    """Older than the least is wrong, newer than tested a warning; both name the command for another."""
+    """A Python below the minimum is an error, above the tested one a warning. Both name a command to change it."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     minors = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
     assert ((3, min(minors)), (3, max(minors))) == doctor_software._PYTHONS
@@ -64,7 +64,7 @@ def test_python(version: tuple[int, int], level: str) -> None:
     ],
 )
 def test_torch(torch: str | None, level: str) -> None:
-    """Below the requirement or missing is wrong, newer than tested a warning; the fix installs the tested one."""
+    """A missing or too old torch is an error, one newer than tested a warning. The fix installs the tested one."""
     (found,) = [f for f in check_packages({**TESTED, "torch": torch}, REQUIRED, deepspeed=True) if f.check == "torch"]
     assert found.level == level
     assert (f"pip install 'torch=={TESTED['torch']}'" in found.fix) == (level != "ok")
@@ -73,12 +73,12 @@ def test_torch(torch: str | None, level: str) -> None:
 @pytest.mark.parametrize(("version", "needed", "level"), [(None, True, "wrong"), (None, False, "warning")])
 @pytest.mark.parametrize("other", [None, "0.18.0", "0.19.7"])
 def test_deepspeed_counts_where_the_config_needs_it(version: None, needed: bool, level: str, other: str | None) -> None:
-    """Without ZeRO a missing or unfit DeepSpeed stops nothing."""
+    """Without ZeRO a missing or wrong DeepSpeed is no error."""
     found = {f.check: f for f in check_packages({**TESTED, "deepspeed": other}, REQUIRED, deepspeed=needed)}
     assert found["deepspeed"].level == level
 
 
-# ---- Compiler, ninja and nvcc, as far as a PATH shows them: small programs that answer as the real ones do -----------
+# ---- Compiler, ninja and nvcc on a PATH: small programs that answer like the real ones -------------------------------
 
 
 def program(folder: Path, name: str, output: str, code: int = 0) -> Path:
@@ -91,7 +91,7 @@ def program(folder: Path, name: str, output: str, code: int = 0) -> Path:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """A PATH with nothing on it but what the test's programs need themselves."""
+    """Return an environment whose PATH holds only what the test's programs need."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "cat").symlink_to("/bin/cat")
     return {"PATH": str(tmp_path / "bin")}
@@ -104,7 +104,7 @@ CLANG = "Debian clang version 14.0.6"
 
 @pytest.mark.parametrize(("line", "level"), [(GCC_12, "ok"), (CLANG, "ok"), (GCC_7, "wrong")])
 def test_the_compilers_version(line: str, level: str, environ: dict[str, str]) -> None:
-    """torch compiles C++20: an older compiler is wrong where an op is to be built."""
+    """torch compiles C++20, so an older compiler is an error if an op must be built."""
     program(Path(environ["PATH"]), "c++", line)
     found = check_compiler(environ, ["cpu_adam"])
     assert found.level == level
@@ -113,7 +113,7 @@ def test_the_compilers_version(line: str, level: str, environ: dict[str, str]) -
 
 @pytest.mark.parametrize(("to_build", "level"), [(["cpu_adam"], "wrong"), ([], "warning")], ids=str)
 def test_no_compiler(to_build: list[str], level: str, environ: dict[str, str]) -> None:
-    """Wrong where an op must be built, which it names; else a warning. Both say what to install."""
+    """A missing compiler is an error if an op must be built, and a warning otherwise. Both say what to install."""
     found = check_compiler(environ, to_build)
     assert found.level == level
     assert all(op in found.found for op in to_build)
@@ -121,7 +121,7 @@ def test_no_compiler(to_build: list[str], level: str, environ: dict[str, str]) -
 
 
 def test_cxx_names_the_compiler(environ: dict[str, str]) -> None:
-    """`CXX` is asked in place of `c++`; a program that fails is no compiler."""
+    """`CXX` is used instead of `c++`. A program that fails is no compiler."""
     program(Path(environ["PATH"]), "c++", GCC_12)
     broken = program(Path(environ["PATH"]), "mine", "", code=1)
     assert check_compiler({**environ, "CXX": str(broken)}, ["cpu_adam"]).level == "wrong"
@@ -130,14 +130,14 @@ def test_cxx_names_the_compiler(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("ops", "level"), [(["cpu_adam"], "wrong"), ([], "warning")], ids=str)
 def test_no_ninja(ops: list[str], level: str, environ: dict[str, str]) -> None:
-    """An op that is built already is not loaded without ninja either."""
+    """Without ninja, even an op that is built already cannot be loaded."""
     found = check_ninja(environ, ops)
     assert found.level == level
     assert "pip install ninja" in found.fix
 
 
 def test_ninja(environ: dict[str, str]) -> None:
-    """Its version is shown; one that does not run is as none."""
+    """The version of ninja is shown. A ninja that does not run counts as missing."""
     program(Path(environ["PATH"]), "ninja", "1.11.1")
     assert (check_ninja(environ, ["cpu_adam"]).level, "1.11.1" in check_ninja(environ, []).found) == ("ok", True)
     program(Path(environ["PATH"]), "ninja", "", code=1)
@@ -148,7 +148,7 @@ NVCC = "Cuda compilation tools, release 12.4, V12.4.131"
 
 
 def test_nvcc_is_found_as_torch_finds_it(environ: dict[str, str], tmp_path: Path) -> None:
-    """`CUDA_HOME` before the PATH."""
+    """`CUDA_HOME` has priority over the PATH, as in torch."""
     program(tmp_path / "cuda" / "bin", "nvcc", NVCC)
     home = str(tmp_path / "cuda")
     assert nvcc_version({**environ, "CUDA_HOME": home}) == ("12.4", home)
@@ -169,7 +169,7 @@ def test_nvcc_is_found_as_torch_finds_it(environ: dict[str, str], tmp_path: Path
     ids=str,
 )
 def test_cuda(torch: str | None, nvcc: str | None, ops: list[str], level: str) -> None:
-    """Another major version, or no nvcc, is wrong where an op must be compiled by it; the fix names torch's."""
+    """Another major version or no nvcc is an error if an op needs nvcc. The fix names torch's version."""
     found = check_cuda(torch, nvcc, "/usr/local/cuda", ops)
     assert found.level == level
     assert level == "ok" or "CUDA_HOME=/usr/local/cuda-12.8" in found.fix
@@ -180,7 +180,7 @@ def test_cuda(torch: str | None, nvcc: str | None, ops: list[str], level: str) -
     ("line", "version"), [("cuda: Optional[str] = '12.8'", "12.8"), ("cuda: Optional[str] = None", None)]
 )
 def test_cuda_of_torch_without_importing_it(line: str, version: str | None, tmp_path: Path) -> None:
-    """torch writes it into `version.py`."""
+    """torch's CUDA version is read from `version.py`, without importing torch."""
     file = tmp_path / "version.py"
     file.write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n")
     assert torch_cuda(file) == version
@@ -188,7 +188,7 @@ def test_cuda_of_torch_without_importing_it(line: str, version: str | None, tmp_
 
 
 def test_cuda_of_this_torch() -> None:
-    """What is read is what torch says of itself."""
+    """The version read from the file equals what torch reports."""
     import torch
 
     assert torch_cuda(Path(torch.__file__).parent / "version.py") == torch.version.cuda
@@ -205,7 +205,7 @@ def put(file: Path) -> Path:
 
 @pytest.mark.parametrize("library", ["usr/lib/x86_64-linux-gnu/libaio.so", "usr/lib64/libaio.so", "usr/lib/libaio.so"])
 def test_both_are_there(library: str, tmp_path: Path) -> None:
-    """Debian's and Fedora's places."""
+    """Debian's and Fedora's places are found."""
     put(tmp_path / "usr" / "include" / "libaio.h")
     put(tmp_path / library)
     assert check_libaio({}, needed=True, root=tmp_path).level == "ok"
@@ -214,7 +214,7 @@ def test_both_are_there(library: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", ["usr/include/libaio.h", "usr/lib/libaio.so", None])
 @pytest.mark.parametrize(("needed", "level"), [(True, "wrong"), (False, "warning")])
 def test_one_is_missing(there: str | None, needed: bool, level: str, tmp_path: Path) -> None:
-    """Wrong where NVMe offload needs it; what is missing is named, with the package."""
+    """A missing header or library is an error if NVMe offload needs it, and its package is named."""
     if there:
         put(tmp_path / there)
     found = check_libaio({}, needed=needed, root=tmp_path)
@@ -225,7 +225,7 @@ def test_one_is_missing(there: str | None, needed: bool, level: str, tmp_path: P
 
 
 def test_the_library_without_its_link_is_not_enough(tmp_path: Path) -> None:
-    """`libaio.so.1` is what programs run with; linking needs `libaio.so`, of the -dev package."""
+    """`libaio.so.1` serves running programs only. Linking needs `libaio.so` from the -dev package."""
     put(tmp_path / "usr" / "include" / "libaio.h")
     put(tmp_path / "usr" / "lib" / "libaio.so.1")
     assert check_libaio({}, needed=True, root=tmp_path).level == "wrong"
@@ -233,7 +233,7 @@ def test_the_library_without_its_link_is_not_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["paths", "flags", "conda"])
 def test_folders_that_the_environment_names(kind: str, tmp_path: Path) -> None:
-    """As the compiler is told of them."""
+    """The compiler's environment variables add folders to the search."""
     header, library = put(tmp_path / "own" / "include" / "libaio.h"), put(tmp_path / "own" / "lib" / "libaio.so")
     environ = {
         "paths": {"CPATH": f"/absent:{header.parent}", "LIBRARY_PATH": str(library.parent)},
@@ -243,11 +243,11 @@ def test_folders_that_the_environment_names(kind: str, tmp_path: Path) -> None:
     assert check_libaio(environ, needed=True, root=tmp_path / "empty").level == "ok"
 
 
-# ---- Op builds: built, not built, stale locks, and a build that fails for want of a compiler -------------------------
+# ---- Op builds: built, not built, stale locks, and a build that fails without a compiler -----------------------------
 
 
 def test_what_is_built_is_seen(tmp_path: Path) -> None:
-    """By the library; a folder without it was begun and not ended."""
+    """An op is built if its library exists. A folder without a library is an unfinished build."""
     for op in ("cpu_adam", "async_io"):
         (tmp_path / op).mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
@@ -260,7 +260,7 @@ def test_what_is_built_is_seen(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's own builder names it, with and without TORCH_EXTENSIONS_DIR."""
+    """The folder is the one that torch's builder uses, with and without TORCH_EXTENSIONS_DIR."""
     import torch
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -273,7 +273,7 @@ def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_stale_locks(tmp_path: Path) -> None:
-    """The fix removes every one of them."""
+    """The fix removes all stale locks."""
     assert check_locks([]).level == "ok"
     locks = [tmp_path / op / "lock" for op in ("a", "b")]
     found = check_locks(locks)
@@ -283,7 +283,7 @@ def test_stale_locks(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_build_that_fails_shows_why(tmp_path: Path) -> None:
-    """With neither compiler nor ninja on the PATH, the real build fails, and its own words are shown."""
+    """Without compiler and ninja on the PATH, the real build fails, and its own error is shown."""
     environ = {**os.environ, "PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     (found,) = check_builds(["cpu_lion"], tmp_path, environ, build=True)
     assert found.level == "wrong"
@@ -301,7 +301,7 @@ esac
 
 @pytest.mark.campaign
 def test_a_compiler_that_lacks_a_header(tmp_path: Path) -> None:
-    """Its errors are shown, without the command lines and the traceback around them."""
+    """A compiler's errors are shown without the surrounding command lines and traceback."""
     compiler = tmp_path / "c++"
     compiler.write_text(BROKEN)
     compiler.chmod(0o755)
@@ -317,7 +317,7 @@ def test_a_compiler_that_lacks_a_header(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)  # a compiler on a busy machine
 def test_a_build_that_works(tmp_path: Path) -> None:
-    """The smallest op, from nothing; a second look finds it."""
+    """The smallest op is built from scratch, and a second check finds it."""
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     assert [f.level for f in check_builds(["cpu_lion"], tmp_path, environ, build=True)] == ["ok"]
     assert missing_builds(["cpu_lion"], tmp_path) == []

@@ -1,4 +1,4 @@
-"""`zero-plugin explain`: every value and where it came from, as people and programs read it."""
+"""`zero-plugin explain`: every value and its origin, for people and programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Explain = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Explain) -> Explain:
-    """Run the command in a folder with `zero3.yaml`; exit code, output, errors."""
+    """Run the command in a folder with `zero3.yaml`. Return exit code, output, and errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
@@ -62,14 +62,14 @@ def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Explai
 
 
 def lines(output: str) -> dict[str, list[str]]:
-    """By key, its value and origin, from the plain table."""
+    """Return each key's value and origin from the plain table."""
     rows = [line[2:].split("  ") for line in output.splitlines() if line.startswith("  ")]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     return {row[0]: row[1:] for row in cells}
 
 
 def test_the_table_of_a_file(explain: Explain) -> None:
-    """Typed values have file and line, what was `auto` its rule's reason, what was added a reason too."""
+    """Written values have file and line. Values that were `auto`, and added values, have a reason."""
     code, output, _ = explain("zero3.yaml", *FACTS, "--accelerator=cuda", "--zero_stage=3")
     assert code == 0
     assert output.startswith("zero3.yaml: DeepSpeed on 2 × cuda\n\nlaunch\n")
@@ -107,7 +107,7 @@ def test_the_table_of_a_file(explain: Explain) -> None:
 
 
 def test_what_a_run_would_fill_is_open(explain: Explain) -> None:
-    """Nothing is guessed that a script may still tell; the option that stands for it is named; it is no error."""
+    """Values that a script may still give are shown as open, with the option that sets them. This is no error."""
     code, output, _ = explain("zero3.yaml")
     assert code == 0
     waiting = {key: origin for key, (value, origin) in lines(output).items() if value == "open"}
@@ -127,7 +127,7 @@ def test_what_a_run_would_fill_is_open(explain: Explain) -> None:
 
 
 def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
-    """Its parameters are open as it is, each with its option, and are filled by what is given."""
+    """An open optimizer's parameters are open too, each with its option, and are filled by the given values."""
     section = {"type": "auto", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-8}}
     (tmp_path / "open.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "optimizer": section}))
     found = lines(explain("open.json")[1])
@@ -163,7 +163,7 @@ def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
     ],
 )
 def test_what_no_run_can_mend_is_an_error(explain: Explain, arguments: list[str], expected: str) -> None:
-    """Exit code 2, and the flag or place at fault."""
+    """A value that no run can fix is an error with exit code 2 and the wrong flag or place."""
     code, output, errors = explain("zero3.yaml", *arguments)
     assert code == 2
     assert expected in errors
@@ -184,7 +184,7 @@ def test_what_no_run_can_mend_is_an_error(explain: Explain, arguments: list[str]
     ],
 )
 def test_set_takes_any_key_as_a_file_would(explain: Explain, text: str, key: str, value: Any) -> None:
-    """Numbers, lists and mappings as YAML has them; short fields and other spellings reach the key they stand for."""
+    """`--set` takes numbers, lists and mappings as in YAML. Short fields and other spellings reach their key."""
     code, output, errors = explain("zero3.yaml", "--format=json", "--set", text)
     assert code == 0, errors
     row = next(row for row in json.loads(output)["values"] if row["path"] == key)
@@ -192,7 +192,7 @@ def test_set_takes_any_key_as_a_file_would(explain: Explain, text: str, key: str
 
 
 def test_standard_input(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-` reads it, as the file and as the other one of a difference."""
+    """`-` reads standard input, as the file or as the second file of a difference."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(ZERO3.encode())))
     code, output, _ = explain("-", "--accelerator=cpu")
     assert (code, output.splitlines()[0]) == (0, "<standard input>: DeepSpeed on 2 × cpu")
@@ -206,7 +206,7 @@ def test_standard_input(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_json_tells_the_same(explain: Explain) -> None:
-    """Path, value, kind of origin, place, reason; an open field says what it waits for."""
+    """JSON has path, value, kind of origin, place and reason. An open field names what it waits for."""
     explained = json.loads(explain("zero3.yaml", "--format=json", "--world_size=4")[1])
     assert explained["files"] == ["zero3.yaml"]
     assert (explained["strategy"], explained["processes"]) == ("deepspeed", 4)
@@ -222,7 +222,7 @@ def test_json_tells_the_same(explain: Explain) -> None:
 
 
 def test_what_deepspeed_would_be_given(explain: Explain) -> None:
-    """The exact JSON once nothing is open; before, each open field with the option that fills it."""
+    """The exact JSON for DeepSpeed is printed if no field is open. Otherwise open fields and their options are."""
     code, output, _ = explain("zero3.yaml", "--format=deepspeed", *FACTS)
     config = json.loads(output)
     assert (code, config["train_batch_size"], config["optimizer"]["params"]["lr"]) == (0, 8, 1e-4)
@@ -237,7 +237,7 @@ def test_what_deepspeed_would_be_given(explain: Explain) -> None:
 
 
 def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
-    """Only what resolves differently, with both values and both origins; one that is lacking counts as its default."""
+    """Only differing resolved values are listed, with values and origins. A missing value counts as its default."""
     other = ZERO3.replace("stage: 3", "stage: 2").replace("  train_micro_batch_size_per_gpu: auto\n", "")
     other += "    sub_group_size: 1e9\n    allgather_bucket_size: 1000\n"
     (tmp_path / "other.yaml").write_text(other)
@@ -261,7 +261,7 @@ def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
 
 
 def test_two_files_can_be_compared_in_each_spelling(explain: Explain) -> None:
-    """`--diff` before, between or after the names."""
+    """`--diff` is accepted before, between or after the names."""
     Path("other.yaml").write_text(Path("zero3.yaml").read_text().replace("bf16", "no"))
     (first, *others) = [
         explain(*words)[1]
@@ -279,7 +279,7 @@ def test_two_files_can_be_compared_in_each_spelling(explain: Explain) -> None:
 
 
 def test_several_files_are_explained_one_after_the_other(explain: Explain) -> None:
-    """As one list in JSON; the JSON for DeepSpeed is of one file."""
+    """Several files are one list in JSON. The JSON for DeepSpeed takes one file."""
     Path("other.yaml").write_text("mixed_precision: bf16\n")
     output = explain("zero3.yaml", "other.yaml")[1]
     assert output.index("zero3.yaml: DeepSpeed") < output.index("other.yaml: ")
@@ -289,7 +289,7 @@ def test_several_files_are_explained_one_after_the_other(explain: Explain) -> No
 
 
 def test_a_model_folder_without_a_size(explain: Explain, tmp_path: Path) -> None:
-    """It is refused rather than asked for again, unless the width is given beside it."""
+    """A model folder without a size is refused, unless the hidden size is given in addition."""
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
     code, _, errors = explain("zero3.yaml", "--model=.")
     assert code == 2
@@ -298,7 +298,7 @@ def test_a_model_folder_without_a_size(explain: Explain, tmp_path: Path) -> None
 
 
 def test_a_model_folder(explain: Explain, tmp_path: Path) -> None:
-    """The width is config.json's, the sizes are the weights'; a bucket is never larger than the model."""
+    """The hidden size comes from config.json, the sizes from the weights. A bucket is never larger than the model."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"text_config": {"hidden_size": 64}}')
@@ -312,7 +312,7 @@ def test_a_model_folder(explain: Explain, tmp_path: Path) -> None:
 
 
 def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
-    """A DeepSpeed config by itself is ZeRO, as for `launch`; without a file there is one process and no ZeRO."""
+    """A DeepSpeed config alone means ZeRO, as in `launch`. No file means one process without ZeRO."""
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     code, output, _ = explain("ds.json", "--accelerator=cpu")
     assert (code, output.splitlines()[0]) == (0, "ds.json: DeepSpeed on 1 × cpu")
@@ -331,7 +331,7 @@ FP16 = """{
 def test_a_file_for_gpus_on_a_machine_without(
     explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is the one that the file asks for or needs; the first line says what is assumed, and why."""
+    """The device is the one that the file requests or needs. The first line states the assumption and its reason."""
     monkeypatch.setattr("zero_plugin.machine.hardware._GPU_DRIVERS", ())
     (tmp_path / "fp16.json").write_text(FP16)
     (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\n")
@@ -362,7 +362,7 @@ def test_a_file_for_gpus_on_a_machine_without(
 
 
 def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> None:
-    """Each key once, what is written with its own origin."""
+    """`--all` lists each key once. Written keys keep their own origin, unwritten ones have their default."""
     found = lines(explain("zero3.yaml", "--all")[1])
     assert found["zero_optimization.sub_group_size"] == ["1000000000", "DeepSpeed's default: the key is absent"]
     assert found["zero_optimization.stage"] == ["3", "zero3.yaml:9"]
@@ -371,7 +371,7 @@ def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> N
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Path, columns: int) -> None:
-    """Long names and reasons are wrapped between words, the value stays whole; and torch is not loaded."""
+    """Long names and reasons wrap between words at the terminal's width, values stay whole, and torch is not loaded."""
     (tmp_path / "long.json").write_text(
         '{"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"}}'
     )
@@ -398,7 +398,7 @@ def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Pat
 
 
 def test_a_plan_before_the_run(explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model and stated memory the open stage and devices are the plan's, with reasons; else they wait."""
+    """With a model and stated memory, the plan fills stage and devices with reasons. Otherwise they stay open."""
     monkeypatch.setattr(run_plan, "open_model", functools.cache(run_plan.open_model))  # traced once, not five times
     (tmp_path / "auto.yaml").write_text(AUTO)
     code, _, errors = explain("auto.yaml", "--sequence_length=64")
@@ -426,4 +426,4 @@ def test_a_plan_before_the_run(explain: Explain, tmp_path: Path, monkeypatch: py
     assert "auto.yaml:7:5: zero_optimization: auto, but nothing fits" in errors
     guessed = explain("auto.yaml", *known[1:], "--gpu_memory=1GiB", "--host_memory=64GiB")[2]
     assert "nothing fits" in guessed
-    assert "--accelerator" not in guessed  # whose memory is stated is a GPU
+    assert "--accelerator" not in guessed  # stated memory means a GPU

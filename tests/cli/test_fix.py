@@ -1,4 +1,4 @@
-"""`zero-plugin check --fix` renames and removes keys at their places, and turns FSDP configurations into ZeRO's."""
+"""`zero-plugin check --fix` renames and removes keys in place, and converts FSDP configurations to ZeRO."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ f:
     ],
 )
 def test_an_edit_changes_its_key_and_nothing_else(text: str, edits: list[Edit], expected: str) -> None:
-    """Comments, blank lines and the other keys stay, and the result can be read."""
+    """An edit changes its key only. Comments, blank lines and other keys stay, and the result can be parsed."""
     done = apply_edits(text, edits)
     assert done == expected
     parse_text(done or "{}", "file", [])
@@ -86,7 +86,7 @@ def test_an_edit_changes_its_key_and_nothing_else(text: str, edits: list[Edit], 
 
 @pytest.mark.parametrize("text", [JSON, YAML])
 def test_each_key_can_be_removed(text: str) -> None:
-    """The result has the other keys, with their values."""
+    """Each key can be removed, and the other keys keep their values."""
     root = parse_text(text, "file", [])
 
     def walk(node: Any) -> list[tuple[dict[str, Any], str]]:
@@ -103,7 +103,7 @@ def test_each_key_can_be_removed(text: str) -> None:
 
 
 def test_a_place_without_a_key_is_an_error() -> None:
-    """No text is changed at a place that is somewhere else than expected."""
+    """A place without the expected key is an error, and no text is changed."""
     for text in (JSON, YAML):
         with pytest.raises(ValueError, match=r"2:1|key"):
             apply_edits(text, [Edit(4, 2)])
@@ -135,7 +135,7 @@ deepspeed_config:
 
 
 def test_the_default_shows_a_diff_and_changes_nothing(tmp_path: Path, run: Run) -> None:
-    """After the diff comes what is left, of the fixed text."""
+    """The default prints a diff and changes no file, then lists the remaining problems of the fixed text."""
     file = tmp_path / "c.yaml"
     file.write_text(WRONG)
     code, output = run("--fix", str(file))
@@ -146,7 +146,7 @@ def test_the_default_shows_a_diff_and_changes_nothing(tmp_path: Path, run: Run) 
 
 
 def test_write_changes_the_file_once(tmp_path: Path, run: Run) -> None:
-    """A second time there is nothing to fix."""
+    """`--write` changes the file once. A second run has nothing to fix."""
     file = tmp_path / "c.yaml"
     file.write_text("\ufeff" + WRONG)
     assert "written" in run("--fix", "--write", str(file))[1]
@@ -157,7 +157,7 @@ def test_write_changes_the_file_once(tmp_path: Path, run: Run) -> None:
 
 
 def test_output_writes_another_file(tmp_path: Path, run: Run) -> None:
-    """The file itself stays."""
+    """`--output` writes another file and leaves the original."""
     file, fixed = tmp_path / "c.yaml", tmp_path / "fixed.yaml"
     file.write_text(WRONG)
     assert run("--fix", str(file), "--output", str(fixed))[0] == 0
@@ -165,7 +165,7 @@ def test_output_writes_another_file(tmp_path: Path, run: Run) -> None:
 
 
 def test_values_and_doubtful_keys_are_left(tmp_path: Path, run: Run) -> None:
-    """A person decides which of two keys is meant, and what a value should be."""
+    """Values and ambiguous keys are left for the user to decide."""
     text = "mixed_precision: bf61\ndeepspeed_config:\n  zero_optimization:\n    offload: cpu\n"
     file = tmp_path / "c.yaml"
     file.write_text(text)
@@ -174,7 +174,7 @@ def test_values_and_doubtful_keys_are_left(tmp_path: Path, run: Run) -> None:
 
 
 def test_what_is_removed_is_named(tmp_path: Path) -> None:
-    """A section that DeepSpeed no longer has did something once."""
+    """A removed section is named, because DeepSpeed once used it."""
     file = tmp_path / "c.json"
     file.write_text(
         '{"zero_optimization": {"stage": 1}, "compression_training": {"layer_reduction": {"enabled": true}}}'
@@ -235,7 +235,7 @@ def one(**changed: object) -> str:
     ],
 )
 def test_an_fsdp_file_becomes_a_zero_file(text: str, meant: Mapping[str, Any], noted: str, tmp_path: Path) -> None:
-    """The result passes the check, means the same, and keeps the other lines."""
+    """A converted FSDP file passes the check, means the same, and keeps its other lines."""
     file = tmp_path / "fsdp.yaml"
     file.write_text(text)
     fixed = fix_file(str(file))
@@ -257,7 +257,7 @@ def test_an_fsdp_file_becomes_a_zero_file(text: str, meant: Mapping[str, Any], n
 @pytest.mark.skipif(not _PUBLISHED, reason="the published configuration files are not next to this checkout")
 @pytest.mark.parametrize("file", _PUBLISHED, ids=lambda file: file.name)
 def test_a_published_file_has_no_more_errors_than_before(file: Path, tmp_path: Path) -> None:
-    """The result has no problem that says to delete or to rename a key, and a second fix changes nothing."""
+    """After a fix no problem asks to delete or rename a key, and a second fix changes nothing."""
     try:
         fixed = fix_file(str(file))
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Accelerate's flags that this package refuses, that it knows all others, and flags that are after the script."""
+"""Accelerate's flags, supported or refused, and flags after the script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_plugin.cli.launch_flags import launch_flags, refuse_flag
 
 
 def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
-    """None is an unknown flag: `launch` has it, or says what to do in its place."""
+    """`launch` has every flag of Accelerate, or says what to write instead."""
     spellings = [flag for action in launch_command_parser()._actions for flag in action.option_strings]
     theirs = {flag[:2] + flag[2:].replace("-", "_") for flag in spellings}
     options = [flag.__metadata__[0] for flag in launch_flags().values()]
@@ -25,7 +25,7 @@ def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
 
 
 def test_a_flag_of_nobody_is_left_to_the_usual_message() -> None:
-    """Neither a typing error nor a name that only contains a family's."""
+    """Typing errors, and names that only contain the name of a family, get the usual message."""
     assert refuse_flag("--num_procesess") is None
     assert refuse_flag("--my_fsdp_") is None
     assert refuse_flag("") is None
@@ -36,7 +36,7 @@ def test_a_flag_of_nobody_is_left_to_the_usual_message() -> None:
     ["--nproc-per-node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--num_gpus", "--hostfile"],
 )
 def test_a_flag_of_another_launcher_names_this_commands(typed: str) -> None:
-    """torchrun's and those of DeepSpeed's launcher: the flag that the message names is one of `launch`."""
+    """For a flag of torchrun or DeepSpeed's launcher, the message names a flag that `launch` has."""
     problem = refuse_flag(typed)
     assert problem is not None
     named = re.search(r"--(\w+)", problem.fix)
@@ -45,7 +45,7 @@ def test_a_flag_of_another_launcher_names_this_commands(typed: str) -> None:
 
 
 def test_dashes_and_a_single_dash_are_the_same_name() -> None:
-    """As the user typed it, it is named with underscores."""
+    """A flag with dashes or a single dash is named with underscores."""
     problem = refuse_flag("--fsdp-sharding-strategy")
     assert problem is not None
     assert problem.headline == "--fsdp_sharding_strategy: this flag of Accelerate's is not supported"
@@ -60,7 +60,7 @@ def test_dashes_and_a_single_dash_are_the_same_name() -> None:
     ],
 )
 def test_launch_flags_after_the_script_are_told(text: str, told: list[str], tmp_path: Path) -> None:
-    """A warning where the script's text does not name them; its own flags, and what is before it, are no matter."""
+    """A launch flag after the script gives a warning, unless the script's text has it or it is the script's own."""
     script = tmp_path / "train.py"
     script.write_text(text)
     arguments = ["--cpu", "--dry_run", str(script), "--config_file", "X", "--num-processes=3", "--mine", "--lr", "2"]

@@ -1,4 +1,4 @@
-"""The command line itself: what it finds, how fast, and how it ends."""
+"""The command line itself: commands, speed, and exit codes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(
 
 
 def test_version(tmp_path: Path) -> None:
-    """`--version` prints the package's."""
+    """`--version` prints the package's version."""
     assert run("--version", folder=tmp_path).stdout.strip() == zero_plugin.__version__
 
 
 def test_help_lists_every_command(tmp_path: Path) -> None:
-    """`--help` names the commands with their first line."""
+    """`--help` lists the commands with their first line."""
     done = run("--help", folder=tmp_path)
     assert done.returncode == 0
     for command in ("launch", "check", "demo"):
@@ -63,7 +63,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], part: str, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["launch", "demo", "test", "explain"])
 def test_all_launch_flags_are_a_further_help(command: str, tmp_path: Path) -> None:
-    """`--help` has the usual ones, in few lines; `--help-all` has all, no name of which is cut at 60 columns."""
+    """`--help` lists the usual flags in few lines. `--help-all` lists all, with no name cut at 60 columns."""
     short, complete = (run(command, flag, folder=tmp_path).stdout for flag in ("--help", "--help-all"))
     assert "--num_processes INT" in short
     assert "--machine_rank" not in short
@@ -73,7 +73,7 @@ def test_all_launch_flags_are_a_further_help(command: str, tmp_path: Path) -> No
 
 
 def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
-    """All flags, also those that `--help` leaves out."""
+    """A shell completes all flags, also those that `--help` omits."""
     code = "from zero_plugin.cli.main import main; main()"
     words = {"zero-plugin la": ["launch"], "zero-plugin launch --machine": ["--machine_rank"]}
     for typed, wanted in words.items():
@@ -85,14 +85,14 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["--zero_stage", "--zero-stage"])
 @pytest.mark.parametrize("join", ["=", " "])
 def test_flags_take_dash_and_underscore(flag: str, join: str, tmp_path: Path) -> None:
-    """Both spellings, with `=` or a blank, mean the same."""
+    """Dash and underscore spellings, with `=` or a blank, mean the same."""
     (tmp_path / "a.py").write_text("")
     done = run("launch", *f"{flag}{join}3".split(), "--dry-run", "a.py", folder=tmp_path)
     assert '["zero_optimization","stage"],3,"flag","--zero_stage"' in done.stdout
 
 
 def test_an_error_is_one_screen_and_its_lines_stay_whole(tmp_path: Path) -> None:
-    """No traceback, exit code 2, and a long path in one piece on a narrow terminal, so that it can be copied."""
+    """An error has exit code 2 and no traceback. A long path stays on one line on a narrow terminal, to be copied."""
     path = tmp_path / ("folder-" * 12) / "none.yaml"
     done = run("launch", "--config_file", str(path), "a.py", folder=tmp_path)
     assert done.returncode == 2
@@ -104,14 +104,14 @@ def test_an_error_is_one_screen_and_its_lines_stay_whole(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("columns", ["0", "1"])
 def test_an_error_is_printed_whatever_the_columns(columns: str, tmp_path: Path) -> None:
-    """Also where the size of the terminal is unknown (`COLUMNS=0`), and the lines stay whole where it is tiny."""
+    """With an unknown terminal size (`COLUMNS=0`) an error is printed. On a tiny terminal its lines stay whole."""
     done = run("launch", "absent.py", folder=tmp_path, columns=columns)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 1 problem in the configuration:\n  command line: absent.py is not a file\n")
 
 
 def test_standard_output_that_cannot_write_every_character(tmp_path: Path) -> None:
-    """A table with arrows is printed where the locale's encoding has none; only these are replaced."""
+    """If the locale's encoding lacks the table's arrows, only these are replaced."""
     done = run("plan", "--params", "1B", "--gpu", "A100-80GB", folder=tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "? DDP" in done.stdout
@@ -119,7 +119,7 @@ def test_standard_output_that_cannot_write_every_character(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(closed: str, tmp_path: Path) -> None:
-    """`check` reads, and ends with its own code, where a daemon or a shell has closed standard streams."""
+    """`check` works and returns its own exit code if a daemon or shell has closed standard streams."""
     (tmp_path / "bad.yaml").write_text("mixed_precison: bf16\n")
     command = f'"{sys.executable}" -m zero_plugin check bad.yaml {closed}'
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60).returncode == 2
@@ -134,7 +134,7 @@ open("opened", "wb").write(bytes(os.fstat(number).st_rdev == null for number in 
 
 @pytest.mark.processes
 def test_a_launch_with_closed_standard_streams(tmp_path: Path) -> None:
-    """Workers start, and have the null device as standard streams: no file of theirs gets what C++ prints."""
+    """Workers start with the null device as standard streams, so C++ output reaches none of their files."""
     (tmp_path / "a.py").write_text(OPENED)
     command = f'"{sys.executable}" -m zero_plugin launch --cpu --num_processes 1 a.py <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=120).returncode == 0
@@ -166,7 +166,7 @@ except SystemExit as end:
     ids=str,
 )
 def test_errors_and_help_import_no_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
-    """Everything that is wrong is found before torch is imported; benchmarks/errors.py has the times."""
+    """All errors are found before torch is imported. benchmarks/errors.py has the times."""
     (tmp_path / "a.py").write_text("")
     (tmp_path / "bad.yaml").write_text("mixed_precison: bf16\ndeepspeed_config: {zero_stage: 4}\n")
     done = run(*arguments, folder=tmp_path, code=IMPORTED)
@@ -202,7 +202,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_bad_input_starts_no_worker(wrong: str, tmp_path: Path) -> None:
-    """One screen with file, line and what is legal, exit code 2; the script never runs, and torch is not imported."""
+    """Bad input prints file, line and legal values, with exit code 2. No script runs, and torch is not imported."""
     name, content, where, legal = WRONG[wrong]
     (tmp_path / "a.py").write_text("open('ran', 'w')")
     if content is not None:
@@ -218,7 +218,7 @@ def test_bad_input_starts_no_worker(wrong: str, tmp_path: Path) -> None:
 
 
 def test_a_default_file_is_named(tmp_path: Path) -> None:
-    """A file that was found and not named on the command line is said."""
+    """A default file that the command line does not name is mentioned."""
     default = tmp_path / "zero_plugin" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("num_processes: 1\n")
@@ -258,7 +258,7 @@ def test_dry_run_leaves_the_encoded_configuration_out_for_a_terminal(tmp_path: P
 
 @pytest.mark.processes
 def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
-    """`--dry_run` starts nothing; its output, run by a shell, runs the script in the same environment, and restarts."""
+    """`--dry_run` starts nothing. Its output, run by a shell, runs the script in the same environment and restarts."""
     (tmp_path / "a.py").write_text(RESTARTED)
     arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3", "--num_processes", "2", "--max_restarts", "1"]
     done = run(*arguments, "--monitor_interval", "0.2", "--dry_run", "a.py", "it's $HOME", folder=tmp_path)

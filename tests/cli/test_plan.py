@@ -1,4 +1,4 @@
-"""`zero-plugin plan`: the table, JSON, the written configuration, what to change, and what it says of wrong inputs."""
+"""`zero-plugin plan`: table, JSON, written configuration, suggested changes, and errors for wrong inputs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PlanCommand = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: PlanCommand) -> PlanCommand:
-    """Run the command in an empty folder; exit code, output, errors."""
+    """Run the command in an empty folder. Return exit code, output, and errors."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: run_command("plan", *arguments)
 
 
 def test_the_table(plan: PlanCommand) -> None:
-    """What fits and nothing betters, best first, by what differs; then what does not fit, in short."""
+    """The table lists Pareto-optimal setups, fastest first, with columns that differ, then briefly the misfits."""
     code, output, _ = plan(*LLAMA, *NODE)
     assert code == 0
     _, _, columns, *lines = output.splitlines()
@@ -53,11 +53,11 @@ def test_the_table(plan: PlanCommand) -> None:
     assert "\n6 not tried: no NVMe disk is stated" in output
     _, output, _ = plan(*LLAMA, "--gpu", "A100-80GB", "--offload_optimizer_device", "none", "--global_batch", "8")
     assert "adam_bandwidth" not in output  # no strategy steps on the CPU
-    assert "network_bandwidth" not in output  # nor is there a second node
+    assert "network_bandwidth" not in output  # nor is a second node involved
 
 
 def test_every_strategy(plan: PlanCommand) -> None:
-    """A line for each, one marked, a reason on what does not fit; below it what the chosen one is made of."""
+    """Each strategy has a line, one is marked, and misfits have a reason. Below are the terms of the chosen one."""
     code, output, _ = plan(*LLAMA, *NODE, "--all")
     assert code == 0
     head, memories, columns, *lines = output.splitlines()
@@ -78,7 +78,7 @@ def test_every_strategy(plan: PlanCommand) -> None:
 
 
 def test_json_has_every_number(plan: PlanCommand) -> None:
-    """Sums are those of the terms; the chosen one is named by its place; it is the fastest of those that fit."""
+    """JSON has the terms and their sums. The chosen strategy is given by index and is the fastest that fits."""
     code, output, _ = plan(*LLAMA, *NODE, "--json", "--what_if")
     found = json.loads(output)
     assert code == 0
@@ -109,7 +109,7 @@ def test_json_has_every_number(plan: PlanCommand) -> None:
 def test_the_written_config_is_the_chosen_way(
     plan: PlanCommand, tmp_path: Path, name: str, machines: tuple[str]
 ) -> None:
-    """It passes the check without a finding, and says the stage, the devices, the batch and the processes."""
+    """The written config passes the check and has the chosen stage, devices, batch and processes."""
     options = [*LLAMA, *(NODE if "--gpu_memory" not in machines else ("--host_memory", "512GiB")), *machines]
     code, output, errors = plan(*options, "--output", name, "--json")
     assert code == 0, errors
@@ -131,7 +131,7 @@ def test_the_written_config_is_the_chosen_way(
 
 
 def test_training_without_zero_is_written_too(plan: PlanCommand, tmp_path: Path) -> None:
-    """Where DDP is the fastest that fits, the YAML asks for it; a DeepSpeed JSON cannot, and gets the fastest ZeRO."""
+    """If DDP is the fastest that fits, the YAML requests it. A DeepSpeed JSON gets the fastest ZeRO strategy."""
     small = ("--params", "100M", "--gpu", "A100-80GB", "--gpus", "8")
     assert plan(*small, "--output", "plan.yaml")[0] == 0
     document = read_document(str(tmp_path / "plan.yaml"))
@@ -144,7 +144,7 @@ def test_training_without_zero_is_written_too(plan: PlanCommand, tmp_path: Path)
 
 
 def test_where_nothing_fits(plan: PlanCommand) -> None:
-    """Exit code 1; every way has its reason, and what would do comes unasked."""
+    """If no strategy fits, the exit code is 1, each has its reason, and fixes are suggested without being asked for."""
     cramped = ("--gpu_memory", "8GiB", "--host_memory", "16GiB")
     code, output, _ = plan(*LLAMA, *cramped, "--gpus", "2", "--output", "plan.yaml")
     assert code == 1
@@ -190,7 +190,7 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
 def test_wrong_inputs(
     plan: PlanCommand, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    """Where, what, and what to write; exit code 2, no traceback."""
+    """A wrong input gives place, problem and fix, with exit code 2 and no traceback."""
     monkeypatch.setattr("zero_plugin.cli.plan.has_gpu_driver", lambda: False)
     code, _, errors = plan(*arguments)
     assert code == 2
@@ -200,7 +200,7 @@ def test_wrong_inputs(
 
 
 def test_a_transformers_config(plan: PlanCommand, tmp_path: Path) -> None:
-    """A config.json alone is enough: the model is built without weights and traced."""
+    """A config.json is enough: the model is built without weights and traced."""
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
     config |= {"intermediate_size": 128, "num_attention_heads": 4, "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -216,7 +216,7 @@ def test_a_transformers_config(plan: PlanCommand, tmp_path: Path) -> None:
     [({"type_vocab_size": 2}, "its type_vocab_size"), ({"architectures": ["ModernBertForMaskedLM"]}, "being a Modern")],
 )
 def test_an_encoder_is_no_decoder(plan: PlanCommand, tmp_path: Path, own: dict[str, Any], reason: str) -> None:
-    """The closed formula is not taken for what it is not of."""
+    """The closed formula of decoders is not used for encoders."""
     config = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_attention_heads": 4, **own}
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, _, errors = plan("config.json", "--gpu", "T4", "--no_trace")
@@ -226,7 +226,7 @@ def test_an_encoder_is_no_decoder(plan: PlanCommand, tmp_path: Path, own: dict[s
 
 
 def test_sizes_alone_load_no_torch(tmp_path: Path) -> None:
-    """A plan from numbers imports neither torch nor transformers, so that it is there in an instant."""
+    """A plan from numbers imports neither torch nor transformers, so it is fast."""
     code = (
         "import sys; sys.argv = ['zero-plugin', 'plan', *sys.argv[1:]]\n"
         "from zero_plugin.cli.main import main\n"
@@ -240,7 +240,7 @@ def test_sizes_alone_load_no_torch(tmp_path: Path) -> None:
 
 
 def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> None:
-    """Both files' names are looked at before either is written."""
+    """The names of both output files are checked before either is written."""
     code, _, errors = plan(*LLAMA, *NODE, "--output", "plan.yaml", "--picture", "plan.jpeg")
     assert code == 2
     assert "plan.jpeg is not a supported kind of plot" in errors
@@ -248,12 +248,12 @@ def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> 
 
 
 def test_no_optimizer_is_adamw(plan: PlanCommand) -> None:
-    """As in a configuration, where an empty type is that one, which is known."""
+    """An empty optimizer means AdamW, as in a configuration."""
     assert "is unknown" not in plan(*LLAMA, *NODE, "--optimizer", "")[2]
 
 
 def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
-    """A misspelt name is planned as Adam, aloud; a known one in any case is not mentioned."""
+    """A misspelt optimizer is planned as Adam, with a warning. A known one in any case gives none."""
     assert (
         "optimizer admw is unknown: assuming that it keeps 2 tensors, as Adam"
         in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
@@ -264,7 +264,7 @@ def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
 def test_stage_0_is_written_without_what_it_does_not_read(
     plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The strict check has no warning about its file."""
+    """The strict check has no warning about a written stage-0 file."""
     assert plan("--params", "100M", "--gpu", "A100-80GB", "--zero_stage", "0", "--output", "plan.json")[0] == 0
     assert json.loads((tmp_path / "plan.json").read_text())["zero_optimization"] == {"stage": 0}
     monkeypatch.setattr(sys, "argv", ["zero-plugin", "check", "--strict", "plan.json"])
@@ -277,7 +277,7 @@ def test_stage_0_is_written_without_what_it_does_not_read(
     ("count", "shown"), [(7, "7"), (6_738_415_616, "6.74B"), (999_999_999, "1B"), (1_234 * 10**12, "1,234T")]
 )
 def test_counts(count: int, shown: str) -> None:
-    """Three digits and a unit, never a power of ten."""
+    """Counts have three digits and a unit, and no power of ten."""
     assert show_count(count) == shown
 
 
@@ -290,8 +290,9 @@ def test_no_powers_of_ten(plan: PlanCommand) -> None:
 def test_changes_of_a_model_where_activations_do_not_fit(
     plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What MLPs in chunks and checkpoints in CPU memory take less, of the model that a function returns; not MLPs in
-    chunks where it has them.
+    """Savings of chunked MLPs and of checkpoints in CPU memory are listed for the model that a function returns.
+
+    Chunked MLPs are not suggested to a model that has them.
     """
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "long_samples.py").write_text(
@@ -317,7 +318,7 @@ def test_changes_of_a_model_where_activations_do_not_fit(
 
 
 def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
-    """Where a strategy fits nothing is printed, and files are written; where none does, all of it is."""
+    """With --quiet nothing is printed if a strategy fits, and files are written. Otherwise everything is printed."""
     command = [sys.executable, "-m", "zero_plugin", "plan", "-q", *LLAMA]
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -332,7 +333,7 @@ def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two lines for each strategy: what it is and why it is not taken, then its numbers."""
+    """On a narrow terminal each strategy has two lines: its name and why it is rejected, then its numbers."""
     monkeypatch.setattr("zero_plugin.cli.plan.terminal_width", lambda: 80)
     monkeypatch.setattr(
         sys, "argv", ["zero-plugin", "plan", "--all", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"]
@@ -355,7 +356,7 @@ def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ],
 )
 def test_a_screen_of_80_columns(machines: tuple[str, ...]) -> None:
-    """What is printed on a terminal, all of it, is read without scrolling."""
+    """The complete output fits a terminal of 80 columns without scrolling."""
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 80, 0, 0))
     command = [sys.executable, "-m", "zero_plugin", "plan", *LLAMA, *machines]
@@ -373,7 +374,7 @@ def test_a_screen_of_80_columns(machines: tuple[str, ...]) -> None:
 
 
 def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
-    """Bytes choose no speed: it is said whose is taken, and only the order of the strategies is shown."""
+    """Without a GPU model, the message says whose speed is assumed, and only the order of the strategies is shown."""
     code, output, _ = plan(*LLAMA, "--gpu_memory", "80GB", "--gpus", "8")
     assert code == 0
     lines = output.splitlines()
@@ -385,7 +386,7 @@ def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
 
 
 def test_the_network_between_machines(plan: PlanCommand) -> None:
-    """Stated in bits or bytes; where it is not, it is said that it is assumed, and a slower one takes longer."""
+    """The network speed is in bits or bytes. A default is reported as assumed. A slower network takes longer."""
     nodes = (*LLAMA, "--gpu", "H100-80GB", "--gpus", "8", "--nodes", "4", "--zero_stage", "3")
     _, output, _ = plan(*nodes)
     assert "network_bandwidth" in output

@@ -1,4 +1,4 @@
-"""Whatever is answered, the config is right, and nothing is asked that is settled."""
+"""For all answers, the config is right and no settled question is asked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class AnyAnswers:
-    """A person who answers anything that is allowed, as drawn; what was asked is kept."""
+    """A person who gives random legal answers and records the questions."""
 
     def __init__(self, data: some.DataObject) -> None:
         self._data = data
@@ -54,7 +54,7 @@ class AnyAnswers:
 @settings(deadline=None)
 @given(some.data(), some.integers(0, 8), some.sampled_from(["no", "bf16"]))
 def test_every_path_through_the_questions_gives_a_right_config(data: some.DataObject, gpus: int, found: str) -> None:
-    """The check finds nothing wrong with what was answered; questions for ZeRO are for ZeRO only."""
+    """Every path through the questions gives a config without findings. ZeRO questions come only for ZeRO."""
     person = AnyAnswers(data)
     values = ask_launch_config(person, Machine(gpus, cores=8), found)
     document = read_document("written.yaml", content=config_text(values, Path("written.yaml")).encode())

@@ -1,4 +1,4 @@
-"""Of drawn documents `explain`, `launch --dry_run` and `Accelerator(config=…)` say what the check says."""
+"""For generated documents, `explain`, `launch --dry_run` and `Accelerator(config=…)` agree with `check`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHERE = "Accelerator(config=…)"
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
 ) -> Command:
-    """Runs a command of zero-plugin in this process: its exit code, and what it says on standard error."""
+    """Run a command of zero-plugin in this process. Return its exit code and standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -43,7 +43,7 @@ def command(
 
 
 def refusals(read: Callable[[], Document]) -> list[str]:
-    """What is wrong with a document, by its check."""
+    """Return the problems that `check` finds in a document."""
     try:
         found = find_problems(read())
     except ConfigError as error:
@@ -52,7 +52,7 @@ def refusals(read: Callable[[], Document]) -> list[str]:
 
 
 def construct(config: Config, refused: list[str]) -> str:
-    """What comes of `Accelerator(config=…)`, which refuses all that is in `refused`."""
+    """Return the result of `Accelerator(config=…)`, which must refuse all that is in `refused`."""
     said = ""
     try:
         Accelerator(config=config, cpu=True).end_training()
@@ -66,10 +66,10 @@ def construct(config: Config, refused: list[str]) -> str:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tries", [20, TRIES[1]])
 def test_commands_and_the_accelerator_say_the_same(tries: int, command: Command) -> None:
-    """All of them refuse what the check refuses, with all that it finds.
+    """All of them refuse what the check refuses, with all of its problems.
 
-    What this machine cannot do, they refuse by an error with its place; nothing ends in a traceback. Without a device
-    `explain` refuses nothing because of this machine.
+    What this machine cannot do is an error with its place, never a traceback. Without a device, `explain` refuses
+    nothing because of this machine.
     """
     device = "cuda" if has_gpu_driver() else "cpu"
     counts: Counter[str] = Counter()

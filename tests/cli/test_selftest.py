@@ -1,4 +1,4 @@
-"""`zero-plugin test` without its processes: what it runs by, and what it makes of what they write down."""
+"""`zero-plugin test` without its processes: the configuration that it runs, and its reading of worker reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from zero_plugin.cli.selftest import STEPS, Outcome, begun, document_of_test, note, read_outcomes
 from zero_plugin.launch.flags import document_from_flags
 
-# ---- What of a configuration the self-test runs by -------------------------------------------------------------------
+# ---- The parts of a configuration that the self-test uses ------------------------------------------------------------
 
 
 CONFIG = """
@@ -38,7 +38,7 @@ def kept(folder: Path, kind: str) -> tuple[set[str], dict[str, object]]:
 
 
 def test_stage_offload_and_precision_stay(tmp_path: Path) -> None:
-    """The loop's batches, clipping and schedule go, and so do monitors, restarts and log folders."""
+    """Stage, offload and precision stay. Batches, clipping, scheduler, monitors, restarts and logs are dropped."""
     launch, training = kept(tmp_path, "AdamW")
     assert launch == {"distributed_type", "num_processes", "mixed_precision"}
     assert training == {
@@ -50,15 +50,15 @@ def test_stage_offload_and_precision_stay(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_hides_wrong_gradients_is_replaced(tmp_path: Path) -> None:
-    """Lion steps by signs."""
+    """An optimizer that hides wrong gradients is replaced: Lion steps by signs."""
     assert "optimizer" not in kept(tmp_path, "Lion")[1]
 
 
-# ---- What workers write down, and what the command makes of it -------------------------------------------------------
+# ---- What workers write, and how the command reads it ----------------------------------------------------------------
 
 
 def test_the_last_word_on_each_check_counts(tmp_path: Path) -> None:
-    """What was begun and not ended stays begun, and has a way out; what is well has none."""
+    """The last entry of a check counts. An unfinished check stays unfinished and has a fix. A passed one has none."""
     file = tmp_path / "outcomes"
     assert read_outcomes(file) == []
     ended = Outcome("barrier", "ok", "2 processes", seconds=0.5)
@@ -69,5 +69,5 @@ def test_the_last_word_on_each_check_counts(tmp_path: Path) -> None:
 
 
 def test_every_check_has_a_way_out() -> None:
-    """Never an empty one."""
+    """Every check has a fix that is not empty."""
     assert all(begun(check).fix for check in STEPS)

@@ -48,7 +48,7 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 def test_two_processes(
     config: str, flags: tuple[str, ...], tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]
 ) -> None:
-    """All passes, with numbers; what the run has no use for is left out; nothing is left on the disk."""
+    """Two processes pass all checks, with numbers. Checks without use are left out, and no file stays on the disk."""
     (tmp_path / "shared").mkdir()
     arguments = ("--config_file", str(CONFIGS / f"{config}.yaml"), "--folder", "shared", *flags)
     variables = environment(tmp_path, **forked_workers)
@@ -74,7 +74,7 @@ if os.environ.get("RANK") == "0" and "worker.py" in sys.argv[0] + " ".join(sys.o
 
 
 def test_a_process_that_dies_is_a_line_of_the_table(tmp_path: Path, run_launcher: Run) -> None:
-    """What was measured before is shown, then the check in which it ended, with its exit code and what to do."""
+    """Results before the exit are shown, then the check in which the process ended, with exit code and fix."""
     (tmp_path / "sitecustomize.py").write_text(DIES)
     arguments = ("--cpu", "--num_processes", "1")
     added = environment(tmp_path, PYTHONPATH=str(tmp_path))
@@ -91,7 +91,7 @@ def test_a_process_that_dies_is_a_line_of_the_table(tmp_path: Path, run_launcher
 def test_what_this_machine_lacks_is_told_with_its_remedy(
     tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]
 ) -> None:
-    """An error that says what to do is not answered with the advice for a wrong result."""
+    """An error that says what to do does not get the advice for a wrong result in addition."""
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -108,7 +108,7 @@ def test_what_this_machine_lacks_is_told_with_its_remedy(
 
 @pytest.mark.campaign
 def test_two_machines(tmp_path: Path, start_program: Callable[..., subprocess.Popen[str]]) -> None:
-    """Started on each, it shows the same table on each; the checkpoint is tried in a folder of both."""
+    """Started on two machines, the command prints the same table on each. The checkpoint uses a shared folder."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -132,7 +132,7 @@ def test_two_machines(tmp_path: Path, start_program: Callable[..., subprocess.Po
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("config", ["cpu", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"])
 def test_every_config(config: str, processes: int, tmp_path: Path, run_launcher: Run) -> None:
-    """Each shipped config on one to three processes, in fp32 as well as in its own precision."""
+    """Each shipped config passes on one to three processes, in fp32 and in its own precision."""
     for flags in ((), ("--mixed_precision", "no")):
         if flags and config != "cpu":
             continue  # their precision is written in two places

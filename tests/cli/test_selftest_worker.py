@@ -1,4 +1,4 @@
-"""The checks find what they are for: each is run in one process against something that is broken."""
+"""The self-test's checks find defects: each check runs in one process on something broken."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from zero_plugin.loop.optimizer import AcceleratedOptimizer
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A run of one process on the CPU."""
+    """Create a run of one process on the CPU."""
     accelerator = Accelerator(cpu=True)
     yield Run(accelerator, tmp_path / "checkpoint")
     accelerator.end_training()
 
 
 def test_one_process_passes(run: Run) -> None:
-    """The step, the checkpoint and the loader; what needs several processes or a GPU is left out with the reason."""
+    """One process runs step, checkpoint and loader. Checks that need more processes or a GPU give a reason."""
     assert "as in one process" in selftest_worker.check_optimizer_step(run)
     assert "values equal" in selftest_worker.check_checkpoint(run)
     assert "each once" in check_data_loader(run)
@@ -37,7 +37,7 @@ def test_one_process_passes(run: Run) -> None:
 
 
 def test_a_gradient_that_is_twice_as_large_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although Adam's first step hardly depends on its gradients' size."""
+    """A doubled gradient is found, although Adam's first step hardly depends on the gradient's size."""
     backward = run.accelerator.backward
     monkeypatch.setattr(run.accelerator, "backward", lambda loss: backward(2 * loss))
     with pytest.raises(CheckError, match="differs by"):
@@ -45,7 +45,7 @@ def test_a_gradient_that_is_twice_as_large_is_found(run: Run, monkeypatch: pytes
 
 
 def test_an_optimizer_whose_states_are_not_restored_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights alone are not enough."""
+    """Optimizer states that are not restored are found. Restored weights alone are not enough."""
     selftest_worker.check_optimizer_step(run)
     load = run.accelerator.load_state
     monkeypatch.setattr(run.accelerator, "load_state", lambda folder: load(folder, weights_only=True))
@@ -54,7 +54,7 @@ def test_an_optimizer_whose_states_are_not_restored_is_found(run: Run, monkeypat
 
 
 def test_weights_that_are_not_restored_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are named."""
+    """Weights that are not restored are found and named."""
     selftest_worker.check_optimizer_step(run)
     monkeypatch.setattr(run.accelerator, "load_state", lambda folder: None)
     with pytest.raises(CheckError, match=r"weights differ after load_state: 0\.weight"):
@@ -62,14 +62,14 @@ def test_weights_that_are_not_restored_are_found(run: Run, monkeypatch: pytest.M
 
 
 def test_a_sample_that_comes_twice_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is missing for it."""
+    """A sample that comes twice, and one that is missing instead, are found."""
     monkeypatch.setattr(run.accelerator, "gather_for_metrics", lambda batch: torch.cat([batch[:1], batch[:-1]]))
     with pytest.raises(CheckError, match=r"missing and .* more than once"):
         check_data_loader(run)
 
 
 def test_an_endless_overflow_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 that overflows at every loss scale is told, not tried for ever."""
+    """fp16 that overflows at every loss scale is reported, not retried forever."""
     monkeypatch.setattr(type(run.accelerator), "optimizer_step_was_skipped", True)
     monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self: None)
     with pytest.raises(CheckError, match="overflowed"):
@@ -77,7 +77,7 @@ def test_an_endless_overflow_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_wrong_sum_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place and the values are told."""
+    """A wrong sum is reported with place and values."""
 
     def spoil(tensor: torch.Tensor) -> Any:
         tensor[12345] += 1
@@ -89,7 +89,7 @@ def test_a_wrong_sum_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_checkpoint_needs_the_step_and_a_folder(run: Run) -> None:
-    """Without either it is left out, with the reason."""
+    """Without the step or a folder, the checkpoint is left out, with the reason."""
     with pytest.raises(LeftOut, match="optimizer step"):
         selftest_worker.check_checkpoint(run)
     selftest_worker.check_optimizer_step(run)
@@ -99,13 +99,13 @@ def test_the_checkpoint_needs_the_step_and_a_folder(run: Run) -> None:
 
 
 def gathered(monkeypatch: pytest.MonkeyPatch, *others: Outcome) -> None:
-    """Let further ranks have come to these outcomes."""
+    """Simulate further ranks with these outcomes."""
     monkeypatch.setattr(Run, "processes", 1 + len(others))
     monkeypatch.setattr(selftest_worker, "gather_values", lambda own: [own, *map(asdict, others)])
 
 
 def test_a_step_that_failed_on_one_rank_counts_on_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that all of them leave the checkpoint out, and none waits for another in a collective."""
+    """A step that failed on one rank counts as failed on all, so all skip the checkpoint and no collective hangs."""
     selftest_worker.check_optimizer_step(run)
     gathered(monkeypatch, Outcome("optimizer step", "wrong", "out of memory"))
     outcome = selftest_worker._run("optimizer step", lambda run: "as in one process", run)
@@ -115,7 +115,7 @@ def test_a_step_that_failed_on_one_rank_counts_on_none(run: Run, monkeypatch: py
 
 
 def test_a_check_is_ok_if_it_is_on_every_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the line says why it was left out on another."""
+    """A check is ok if it is ok on every rank. Otherwise the line says why another rank left it out."""
     gathered(monkeypatch, Outcome("NVMe", "left out", "nothing is offloaded"))
     outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
     assert (outcome.level, outcome.found) == ("left out", "nothing is offloaded")
@@ -125,7 +125,7 @@ def test_a_check_is_ok_if_it_is_on_every_rank(run: Run, monkeypatch: pytest.Monk
 
 
 def test_only_what_is_wrong_has_a_way_out(run: Run) -> None:
-    """The check's own, where the error does not say what to do."""
+    """A failed check has its own fix, unless the error says what to do."""
 
     def fail(_: Run) -> str:
         raise CheckError("another value")
@@ -139,7 +139,7 @@ def test_only_what_is_wrong_has_a_way_out(run: Run) -> None:
 
 
 def test_ranks_that_fail_differently(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message is told of those ranks that gave it; the others are named."""
+    """An error message is shown for the ranks that raised it. Other failed ranks are named."""
     said = ["disk full", "no such folder", "disk full", "no such folder"]
     gathered(monkeypatch, *(Outcome("NVMe", "wrong", each) for each in said))
     outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)

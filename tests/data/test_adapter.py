@@ -1,4 +1,4 @@
-"""What every prepared loader is to a script: a DataLoader with a place in its epoch, which can be kept."""
+"""A prepared loader as scripts see it: a DataLoader with a position in its epoch, which can be saved."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PythonShuffle(Sampler):
 
 
 class OwnBatches:
-    """A user's batch sampler, which draws as soon as it is asked for an iterator."""
+    """A user's batch sampler, which draws as soon as an iterator is requested."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
@@ -81,7 +81,7 @@ def values(loader) -> list[list[int]]:
 
 @pytest.mark.parametrize("dispatch", [None, True])
 def test_a_prepared_loader_is_a_dataloader(dispatch: bool | None) -> None:
-    """With everything that a script asks of one; other names are the given loader's."""
+    """A prepared loader is a DataLoader with all its attributes. Other names are forwarded to the given loader."""
     data = Numbers(10)
     given = DataLoader(data, batch_size=4, shuffle=True, num_workers=0)
     loader = alone(given, dispatch_batches=dispatch)
@@ -99,7 +99,7 @@ def test_a_prepared_loader_is_a_dataloader(dispatch: bool | None) -> None:
 @pytest.mark.parametrize("dispatch", [None, True])
 @pytest.mark.parametrize("data", [Numbers(10), Stream(10)])
 def test_copies_and_pickles_go_their_own_way(data, dispatch: bool | None) -> None:
-    """As a plain loader, it can be copied and pickled, before and after a loop."""
+    """A prepared loader can be copied and pickled before and after a loop, like a plain one."""
     loader = alone(DataLoader(data, batch_size=4), dispatch_batches=dispatch)
     for _ in range(2):
         for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
@@ -112,7 +112,7 @@ def test_copies_and_pickles_go_their_own_way(data, dispatch: bool | None) -> Non
 
 @pytest.mark.parametrize("data", [Numbers(40), Stream(40)])
 def test_a_loop_that_is_left_keeps_no_workers(data) -> None:
-    """They end with the loop, as plain torch's do, and not when garbage is collected, which would wait for each."""
+    """Workers end with a loop that is left, as in plain torch, not at garbage collection, which would wait for each."""
     loader = alone(DataLoader(data, batch_size=2, num_workers=2))
     gc.disable()
     try:
@@ -138,7 +138,7 @@ def test_a_loop_that_is_left_keeps_no_workers(data) -> None:
     ],
 )
 def test_an_interrupted_epoch_goes_on_where_it_was(build, workers: int) -> None:
-    """From any batch, in the same order; at the last one there is no other. The epoch after it is whole."""
+    """From any batch the epoch resumes in order. After the last batch none follows. The next epoch is complete."""
     torch.manual_seed(3)
     loader = alone(build(num_workers=workers))
     values(loader)
@@ -158,14 +158,14 @@ def test_an_interrupted_epoch_goes_on_where_it_was(build, workers: int) -> None:
 
 
 class Augmented(Numbers):
-    """Each sample with a number that is drawn while it is read."""
+    """A dataset that adds to each sample a number drawn while reading."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, torch.rand(()).item()])
 
 
 class AugmentedStream(Stream):
-    """Without workers it draws nothing: it is read a batch ahead of what is saved."""
+    """A stream that draws nothing without workers, because it is read a batch ahead of what is saved."""
 
     def __iter__(self):
         return map(Augmented(self.size).__getitem__ if get_worker_info() else torch.tensor, range(self.size))
@@ -206,7 +206,7 @@ def seeded() -> torch.Generator:
     ],
 )
 def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int, places) -> None:
-    """Their order, what their workers draw, and what the loop draws; also where the state was saved again at once."""
+    """Epochs after a resumed one keep their order, worker draws and loop draws, even after an immediate save."""
 
     def drawn_by(loader):
         return random_state(getattr(loader, "generators", ()))
@@ -229,7 +229,7 @@ def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, worker
                 loader.load_state_dict(pickle.loads(pickle.dumps(kept)), skip=way != "skipped by the script")
                 kept = loader.state_dict()
             restore_random_state([drawn], 0, loader.generators)
-            if place != each - 1:  # also at the last batch: what comes after the loop is to come
+            if place != each - 1:  # also at the last batch, with the code after the loop still to run
                 rest = skip_first_batches(loader, state["batches"]) if way == "skipped by the script" else loader
                 list(events(rest, 1))
             later = place // each + 1
@@ -238,7 +238,7 @@ def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, worker
 
 
 class Pools:
-    """A user's batch sampler that shuffles a pool of samples by Python's generator when it gets there."""
+    """A user's batch sampler that shuffles a pool of samples by Python's generator when it reaches the pool."""
 
     def __len__(self) -> int:
         return 6
@@ -254,7 +254,7 @@ class Pools:
 def test_an_order_that_is_drawn_while_the_epoch_runs_is_resumed(
     workers: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing else draws from its generator: from any batch on, and again after a second interruption."""
+    """An order drawn during the epoch resumes from any batch, also twice, if only the sampler uses its generator."""
 
     def saved(loader: DataLoaderAdapter) -> bytes:
         return pickle.dumps((loader.state_dict(), random_state()))
@@ -283,7 +283,7 @@ def test_an_order_that_is_drawn_while_the_epoch_runs_is_resumed(
 
 
 class InPlace(Sampler):
-    """A user's sampler whose order is that of the epoch before, shuffled once more."""
+    """A user's sampler that shuffles the previous epoch's order once more."""
 
     def __init__(self) -> None:
         self.order = list(range(8))
@@ -297,7 +297,7 @@ class InPlace(Sampler):
 
 
 class Hidden(Numbers):
-    """A dataset that counts what it was told, and does not show it."""
+    """A dataset that counts the set_epoch calls and does not expose its epoch."""
 
     told = 0
 
@@ -310,7 +310,7 @@ class Hidden(Numbers):
 
 @pytest.mark.parametrize("told", [False, True])
 def test_an_epoch_that_no_loop_has_set_is_set_by_no_resume(told: bool) -> None:
-    """Where a dataset does not show its epoch, it is told what the loop tells the loader, and nothing else."""
+    """A dataset that does not expose its epoch gets only the epochs that the loop sets on the loader."""
 
     def run(loader: DataLoaderAdapter, epochs: range) -> list[Any]:
         found = []
@@ -328,7 +328,7 @@ def test_an_epoch_that_no_loop_has_set_is_set_by_no_resume(told: bool) -> None:
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_an_order_of_other_weights_is_told(changes: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """torch's own samplers too draw another order where what they draw from has changed since."""
+    """If a sampler's weights changed since the save, the order differs and a warning says so."""
     weights = torch.ones(8)
 
     def build() -> DataLoaderAdapter:
@@ -347,7 +347,7 @@ def test_an_order_of_other_weights_is_told(changes: bool, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_generator_that_came_or_went_is_reported(adds: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A resumed script that draws from another generator than before has another order, and the warning says so."""
+    """If a resumed script draws from another generator than before, the order differs and the warning says so."""
     own = {"generator": seeded()}
     loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True, **({} if adds else own)))
     next(iter(loader))
@@ -359,7 +359,7 @@ def test_a_generator_that_came_or_went_is_reported(adds: bool, caplog: pytest.Lo
 
 
 def test_a_state_of_before_is_loaded() -> None:
-    """One without the generators, the checksum, and whether the batch was the last."""
+    """An older state without the generators, the checksum and the last-batch flag is loaded."""
     torch.manual_seed(3)
     loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True))
     whole, states = zip(*[(batch.tolist(), loader.state_dict()) for batch in loader], strict=True)
@@ -372,7 +372,7 @@ def test_a_state_of_before_is_loaded() -> None:
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_order_that_cannot_be_resumed_is_told(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Where it follows from earlier epochs too, which are in no checkpoint; that of the first epoch goes on."""
+    """An order that depends on earlier epochs is reported as lost. The first epoch's order resumes."""
     loader = alone(DataLoader(Numbers(8), batch_size=2, sampler=InPlace()))
     whole = [(batch.tolist(), loader.state_dict()) for _ in range(epochs) for batch in loader]
     state = whole[-3][1]
@@ -385,7 +385,7 @@ def test_an_order_that_cannot_be_resumed_is_told(epochs: int, caplog: pytest.Log
 
 @pytest.mark.parametrize("generator", [None, seeded], ids=["global", "own generator"])
 def test_lasting_workers_change_no_order_of_a_resumed_run(generator) -> None:
-    """They get their only seed in the first epoch, which is the uninterrupted run's."""
+    """Persistent workers get their only seed in the first epoch, and a resumed run uses the same seed."""
 
     def build() -> DataLoaderAdapter:
         own = None if generator is None else generator()
@@ -408,7 +408,7 @@ def test_lasting_workers_change_no_order_of_a_resumed_run(generator) -> None:
 
 
 def test_a_state_that_is_loaded_in_a_loop_is_for_the_next_one() -> None:
-    """What the loop saves afterwards is its own place; the next loop begins with what was loaded last."""
+    """A state loaded inside a loop applies to the next loop. What the loop saves afterwards is its own position."""
     torch.manual_seed(3)
     loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True))
     whole, states = [], []
@@ -426,7 +426,7 @@ def test_a_state_that_is_loaded_in_a_loop_is_for_the_next_one() -> None:
 
 
 def test_going_on_disturbs_nobody_s_random_numbers() -> None:
-    """The order is drawn from the old states, and the global generators stay where load_state put them."""
+    """The order is drawn from the old states, and the global generators keep the state that load_state set."""
     loader = alone(DataLoader(Numbers(20), batch_size=3, sampler=PythonShuffle()))
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
@@ -438,7 +438,7 @@ def test_going_on_disturbs_nobody_s_random_numbers() -> None:
 
 
 def test_a_position_counts_samples_of_all_processes() -> None:
-    """With twice the processes, half the batches; a batch that is had in part is read again."""
+    """With twice the processes the position is half the batches. A partly consumed batch is read again."""
     loader = alone(DataLoader(Numbers(40), batch_size=4))
     for _ in loader:
         if loader.position == 4:
@@ -452,7 +452,7 @@ def test_a_position_counts_samples_of_all_processes() -> None:
 
 
 def test_a_loop_over_a_skipping_copy_moves_the_place() -> None:
-    """What the copy has seen is in the original's position; and the original then goes on with the next epoch."""
+    """A loop over a skipping copy advances the original's position. The original then continues with the next epoch."""
     torch.manual_seed(1)
     loader = alone(DataLoader(Numbers(12), batch_size=2, shuffle=True))
     first = values(loader)
@@ -462,7 +462,7 @@ def test_a_loop_over_a_skipping_copy_moves_the_place() -> None:
         break
     assert (state["epoch"], state["batches"], state["_iterator_finished"]) == (1, 3, False)
     again = alone(DataLoader(Numbers(12), batch_size=2, shuffle=True))
-    again.load_state_dict({**state, "batches": 0})  # a script that skips by itself
+    again.load_state_dict({**state, "batches": 0})  # a script that skips on its own
     rest = values(skip_first_batches(again, 3))
     assert len(rest) == 3
     assert len(values(again)) == 6
@@ -471,7 +471,7 @@ def test_a_loop_over_a_skipping_copy_moves_the_place() -> None:
 
 
 def test_an_untouched_loader_has_nothing_to_go_on_from() -> None:
-    """Its state changes nothing."""
+    """The state of an untouched loader changes nothing."""
     loader = alone(DataLoader(Numbers(4), batch_size=2))
     loader.load_state_dict(alone(DataLoader(Numbers(4), batch_size=2)).state_dict())
     assert values(loader) == [[0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""Batch samplers by hand: the rule of Accelerate's, which scripts rely on, for every small size."""
+"""Batch samplers used directly. For every small size they follow Accelerate's rule, which scripts rely on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin.data.stream import IterableDatasetShard
 
 
 class Stream(IterableDataset):
-    """0 … size-1."""
+    """A stream of 0 … size-1."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,7 +25,7 @@ class Stream(IterableDataset):
 
 
 def batches_by_rule(samples: int, step: int, world: int, rank: int, *, even: bool, drop_last: bool) -> list[list[int]]:
-    """Each `step` samples are cut into one equal part per process; the last ones are completed, kept or dropped."""
+    """Cut each `step` samples into one equal part per process. The last ones are completed, kept or dropped."""
     own, batches = step // world, []
     for start in range(0, samples, step):
         taken = list(range(start, min(start + step, samples)))
@@ -42,7 +42,7 @@ def batches_by_rule(samples: int, step: int, world: int, rank: int, *, even: boo
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_shard_is_each_step_s_part(world: int, split: bool, even: bool, drop_last: bool) -> None:
-    """Full steps are dealt out in order; an incomplete last one by the rule of the three options."""
+    """Full steps are divided in order. An incomplete last step follows the rule of the three options."""
     for size in (1, 2, 4):
         batch_size = size * world if split else size
         for samples in range(3 * size * world + 2):
@@ -58,7 +58,7 @@ def test_a_shard_is_each_step_s_part(world: int, split: bool, even: bool, drop_l
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_stream_s_shard_is_each_step_s_part(world: int, split: bool, drop_last: bool) -> None:
-    """The same rule for the samples of a stream, which is always completed or dropped."""
+    """A stream's samples follow the same rule. The last step is always completed or dropped."""
     for size in (1, 2, 4):
         batch_size = size * world if split else size
         for samples in range(3 * size * world + 2):
@@ -70,7 +70,7 @@ def test_a_stream_s_shard_is_each_step_s_part(world: int, split: bool, drop_last
 
 
 def test_batches_of_varying_size_are_dealt_out_whole() -> None:
-    """Without a common size a missing batch is one of the first, or missing."""
+    """Without a common size, a missing batch is replaced by one of the first, or left out."""
     batches = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13]]
     uneven = [BatchSamplerShard(batches, 2, rank, even_batches=False) for rank in range(2)]
     assert [list(shard) for shard in uneven] == [[batches[0], batches[2], batches[4]], [batches[1], batches[3]]]
@@ -79,7 +79,7 @@ def test_batches_of_varying_size_are_dealt_out_whole() -> None:
 
 
 def test_even_batches_can_change() -> None:
-    """It counts from the next epoch on."""
+    """A changed `even_batches` counts from the next epoch."""
     shard = BatchSamplerShard(BatchSampler(range(3), 1, False), 2, 1)
     assert list(shard) == [[1], [0]]
     shard.even_batches = False
@@ -87,7 +87,7 @@ def test_even_batches_can_change() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    """The batch size has to be a multiple of the processes."""
+    """A batch size that is no multiple of the number of processes is refused."""
     for batches in (BatchSampler(range(9), 3, False), [[0, 1]]):
         with pytest.raises(ValueError, match="split_batches"):
             BatchSamplerShard(batches, 2, split_batches=True)
@@ -96,7 +96,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 
 def test_skipping_is_for_every_epoch() -> None:
-    """The first batches are left out each time; it can be asked what it skips from."""
+    """The first batches are left out in each epoch. The sampler that is skipped through can be read."""
     sampler = BatchSampler(range(16), 4, False)
     later = SkipBatchSampler(sampler, 2)
     assert list(later) == list(later) == [[8, 9, 10, 11], [12, 13, 14, 15]]

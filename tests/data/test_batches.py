@@ -1,4 +1,4 @@
-"""Sharing out batches of indices, for every small size, on simulated processes."""
+"""Division of index batches, for every small size, on simulated processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batches_of(samples: int, batch_size: int, drop_last: bool = False) -> list[l
 
 
 def all_shares(batches: list[list[int]], world: int, **how) -> tuple[list[list[Share]], list[int]]:
-    """Each rank's shares, and what rank 0 reported as dropped."""
+    """Return each rank's batches, and the number of dropped samples that rank 0 reports."""
     dropped: list[int] = []
     shares = [
         list(share_batches(batches, Sharing(rank, world, **how), dropped.append if rank == 0 else lambda _: None))
@@ -46,7 +46,7 @@ def real_indices(shares: list[list[Share]]) -> list[int]:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_even_batches_complete_the_last_step_from_the_first_samples(world: int, split: bool) -> None:
-    """All processes get full batches; the union is the epoch in order and then its head, round and round."""
+    """All processes get full batches. Together they are the epoch in order, then its first samples, repeatedly."""
     for batch_size in BATCH_SIZES:
         per_step = batch_size * world
         for samples in SAMPLES:
@@ -63,7 +63,7 @@ def test_even_batches_complete_the_last_step_from_the_first_samples(world: int, 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_each_step_is_consecutive_batches_of_one_process_s_loader(world: int) -> None:
-    """Step k is batches k·world … (k+1)·world-1 in the order of ranks, so gradients are those of the global batch."""
+    """Step k is batches k·world … (k+1)·world-1 in rank order, so gradients are those of the global batch."""
     for samples in SAMPLES:
         batches = batches_of(samples, 3)
         shares, _ = all_shares(batches, world, batch_size=3)
@@ -75,7 +75,7 @@ def test_each_step_is_consecutive_batches_of_one_process_s_loader(world: int) ->
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_uneven_batches_stop_together_and_tell_what_is_left_out(world: int, split: bool) -> None:
-    """With even_batches off nothing is repeated; all stop at the shortest, and taken + dropped is the epoch."""
+    """With even_batches off no sample repeats. All ranks stop at the shortest. Taken plus dropped is the epoch."""
     for batch_size in BATCH_SIZES:
         for samples in SAMPLES:
             batches = batches_of(samples, batch_size * world if split else batch_size)
@@ -88,7 +88,7 @@ def test_uneven_batches_stop_together_and_tell_what_is_left_out(world: int, spli
 
 @pytest.mark.parametrize("even", [True, False])
 def test_drop_last_leaves_out_the_incomplete_step(even: bool) -> None:
-    """As one process with the global batch and drop_last would; this was asked for, so nothing is reported."""
+    """drop_last acts like one process with the global batch and drop_last. It is configured, so nothing is reported."""
     for samples in SAMPLES:
         shares, dropped = all_shares(batches_of(samples, 2, True), 3, batch_size=2, even=even, drop_last=True)
         assert flat(indices_by_step(shares)) == list(range(samples // 6 * 6))
@@ -96,7 +96,7 @@ def test_drop_last_leaves_out_the_incomplete_step(even: bool) -> None:
 
 
 def test_one_process_is_plain_torch() -> None:
-    """Alone, the batches are the loader's, the shorter last one too."""
+    """One process gets the loader's own batches, including the shorter last one."""
     batches = batches_of(10, 4)
     shares, dropped = all_shares(batches, 1, batch_size=4, even=False)
     assert [share.indices for share in shares[0]] == batches
@@ -104,7 +104,7 @@ def test_one_process_is_plain_torch() -> None:
 
 
 def test_batches_of_varying_size_are_completed_whole() -> None:
-    """Without a batch size, a process without a batch in the last step gets one of the first over again."""
+    """Without a batch size, a process without a batch in the last step gets one of the first batches again."""
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
     shares, _ = all_shares(batches, 3, batch_size=None)
     assert [[share.indices for share in own] for own in shares] == [
@@ -116,7 +116,7 @@ def test_batches_of_varying_size_are_completed_whole() -> None:
 
 
 def test_a_short_batch_midway_is_not_filled_up() -> None:
-    """A bucketing sampler may end a bucket short: those batches are dealt out as they are."""
+    """Short batches in the middle, as from a bucketing sampler, are divided unchanged."""
     batches = [[0, 1], [2], [3, 4], [5]]
     shares, _ = all_shares(batches, 2, batch_size=2)
     assert indices_by_step(shares) == [[0, 1, 2], [3, 4, 5, 0]]
@@ -135,7 +135,7 @@ def test_splitting_wants_full_batches(batches: list[list[int]]) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("report", [None, lambda _: None], ids=["by hand", "prepared"])
 def test_the_length_is_the_number_of_batches(world: int, split: bool, even: bool, drop_last: bool, report) -> None:
-    """len() is what iteration yields, for every size and way of sharing; the coming epoch may skip some."""
+    """len() is the number of batches that iteration yields, for every size and way of division, also after skipping."""
     for batch_size in BATCH_SIZES:
         for samples in SAMPLES:
             sampler = BatchSampler(SequentialSampler(range(samples)), batch_size * (world if split else 1), drop_last)

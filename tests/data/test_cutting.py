@@ -1,4 +1,4 @@
-"""Batches that come in pieces: what a loader built with the smaller batch size gives, on every rank."""
+"""Batches that are cut into pieces equal those of a loader with the smaller batch size, on every rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DATA = TensorDataset(torch.arange(22))
 
 
 class Stream(IterableDataset[int]):
-    """0 … 21 without a length."""
+    """A stream of 0 … 21 without a length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(22))
 
 
 class Bucketed:
-    """A batch sampler of its own, which is told the epoch."""
+    """A user's batch sampler that gets the epoch."""
 
     batch_size = 4
     drop_last = False
@@ -51,7 +51,7 @@ def shuffled(size: int, **options: Any) -> DataLoader[Any]:
 
 
 def by_sampler(size: int) -> DataLoader[Any]:
-    """A batch sampler in the place of a sampler: the data set is asked for whole batches."""
+    """Pass a batch sampler as the sampler, so the dataset gets indices of complete batches."""
     sampler = RandomSampler(DATA, generator=torch.Generator().manual_seed(3))
     return DataLoader(DATA, batch_size=None, sampler=BatchSampler(sampler, size, drop_last=False))
 
@@ -66,7 +66,7 @@ LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
 
 
 def epochs(loader: DataLoader[Any], rank: int, world: int, **options: Any) -> list[Any]:
-    """Two epochs of one rank's part, and the length."""
+    """Return two epochs of one rank's part, and the length."""
     prepared = prepare_loader(loader, rank=rank, world_size=world, device=None, **options)
     length = None if isinstance(loader.dataset, IterableDataset) else len(prepared)
     return [length, *([torch.as_tensor(b[0] if isinstance(b, list) else b).tolist() for b in prepared] for _ in "ab")]
@@ -75,13 +75,13 @@ def epochs(loader: DataLoader[Any], rank: int, world: int, **options: Any) -> li
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_cut_batches_are_those_of_a_loader_built_so(kind: str, split: bool) -> None:
-    """The same samples in the same order on the one process, and as many steps; `split_batches` too."""
+    """One process gets the same samples in the same order and as many steps, also with `split_batches`."""
     build = LOADERS[kind]
     assert epochs(build(8), 0, 1, split_batches=split, cut=2) == epochs(build(4), 0, 1, split_batches=split)
 
 
 def test_what_drop_last_leaves_out_stays_out() -> None:
-    """Of 22 samples in batches of 8, the last 6 are left out, cut or not."""
+    """drop_last drops the last 6 of 22 samples in batches of 8, cut or not."""
     _, first, _ = epochs(shuffled(8, drop_last=True), 0, 1, cut=2)
     _, whole, _ = epochs(shuffled(8, drop_last=True), 0, 1)
     assert [len(batch) for batch in first] == [4] * 4
@@ -89,7 +89,7 @@ def test_what_drop_last_leaves_out_stays_out() -> None:
 
 
 def test_a_batch_sampler_of_the_users_own() -> None:
-    """Each of its batches comes in pieces, and it is still told the epoch."""
+    """A user's batch sampler is cut too, and still gets the epoch."""
     sampler = Bucketed()
     prepared = prepare_loader(DataLoader(DATA, batch_sampler=sampler), rank=0, world_size=1, device=None, cut=2)
     assert prepared.batch_size == 2
@@ -98,14 +98,14 @@ def test_a_batch_sampler_of_the_users_own() -> None:
 
 
 def test_a_seedable_sampler_shuffles_as_before() -> None:
-    """It takes the place of torch's own first, then the batches are cut."""
+    """A seedable sampler first replaces torch's own, then the batches are cut."""
     options: dict[str, Any] = {"use_seedable_sampler": True, "data_seed": 5}
     whole, cut = (epochs(shuffled(8), 0, 1, cut=cut, **options)[1:] for cut in (1, 2))
     assert [list(chain(*epoch)) for epoch in cut] == [list(chain(*epoch)) for epoch in whole]
 
 
 def test_what_cannot_be_cut() -> None:
-    """A loader that trains is refused; one for evaluation keeps its batches."""
+    """Cutting is refused for a training loader. An evaluation loader keeps its batches."""
     with pytest.raises(LoopError, match="batch_size=6, which cannot be cut"):
         cut_batches(shuffled(6), 4)
     with pytest.raises(LoopError, match="a multiple of 8"):
@@ -115,14 +115,14 @@ def test_what_cannot_be_cut() -> None:
 
 
 def test_of_a_stream_only_what_fills_no_smaller_batch_is_left_out() -> None:
-    """Of 22 samples in batches of 8, cut in two, the last 2 are left out: a stream does not tell how many follow."""
+    """Only the last 2 of 22 stream samples are dropped, in batches of 8 cut in two. A stream does not know its end."""
     _, first, _ = epochs(DataLoader(Stream(), 8, drop_last=True), 0, 1, cut=2)
     assert list(chain(*first)) == list(range(20))
 
 
 @given(st.integers(1, 200))
 def test_the_next_cut_makes_equal_pieces(micro_batch: int) -> None:
-    """It leaves whole samples, and is the smallest such; none is left at one sample."""
+    """The next cut is the smallest one that leaves whole samples. At one sample no cut is left."""
     pieces = smaller_cut(micro_batch)
     if micro_batch == 1:
         assert pieces == 0

@@ -1,4 +1,4 @@
-"""Loaders that process 0 reads for all: every size and way of dividing, over real processes."""
+"""Loaders that process 0 reads for all, in every size and way of division, over real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_plugin.errors import LoopError
 
 
 class Numbers(Dataset):
-    """0 … size-1, to be read on process 0 only."""
+    """A dataset of 0 … size-1 that only process 0 may read."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -32,7 +32,7 @@ class Numbers(Dataset):
 
 
 class OwnSequence(Sampler):
-    """A sampler of the script's own."""
+    """A user's own sampler."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -45,7 +45,7 @@ class OwnSequence(Sampler):
 
 
 class Stream(IterableDataset):
-    """The same as a stream without a length."""
+    """The same numbers as a stream without a length."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -56,7 +56,7 @@ class Stream(IterableDataset):
 
 
 class Texts(Dataset):
-    """Samples with a text, of a length that differs from one to the next."""
+    """Samples with a text of varying length."""
 
     def __len__(self) -> int:
         return 5
@@ -79,7 +79,7 @@ def prepared(loader: DataLoader, **options) -> DataLoaderDispatcher:
 
 
 def seen_by_rule(samples: int, batch: int, *, even: bool, drop_last: bool, split: bool) -> int:
-    """How many of the first samples are seen."""
+    """Return how many of the first samples are seen."""
     world = num_processes()
     step = batch if split else batch * world
     left = samples % step
@@ -90,7 +90,7 @@ def seen_by_rule(samples: int, batch: int, *, even: bool, drop_last: bool, split
 
 @in_processes(2, 3)
 def test_every_way() -> None:
-    """The data set in order, once each; the parts of a step are equal, or differ by one sample without even_batches."""
+    """The dataset is seen in order, once. A step's parts are equal, or differ by one sample without even_batches."""
     world = num_processes()
     for samples, even, drop_last, split in product((1, 7, 12), (True, False), (False, True), (False, True)):
         batch = 2 * world if split else 2
@@ -117,7 +117,7 @@ def test_every_way() -> None:
 
 @in_processes(2, 3)
 def test_what_a_step_looks_like() -> None:
-    """Parts are consecutive, in the order of ranks; the last step is completed from the first samples."""
+    """A step's parts are consecutive, in rank order. The last step is completed from the first samples."""
     if num_processes() == 2:
         own = [part.tolist() for part in prepared(DataLoader(Numbers(11), batch_size=3))]
         assert own == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 0]]][process_index()]
@@ -127,7 +127,7 @@ def test_what_a_step_looks_like() -> None:
 
 @in_processes(2, 3)
 def test_texts_and_unequal_lengths() -> None:
-    """Lists of objects are divided with the tensors; batches that cannot be joined are an error on process 0."""
+    """Lists of objects are divided like tensors. Batches that cannot be joined are an error on process 0."""
     loader = prepared(DataLoader(Texts(), batch_size=6, collate_fn=collate_texts), split_batches=True)
     for part in loader:
         assert part["text"] == [f"line {int(row[0])}" for row in part["ids"]]
@@ -139,7 +139,7 @@ def test_texts_and_unequal_lengths() -> None:
 
 @in_processes(2, 3)
 def test_a_slice_function() -> None:
-    """It is called with the step, the slice and the place of the process."""
+    """A user's slice function is called with the step, the slice and the process's index."""
     calls = []
 
     def interleave(step, rows, process_index, num_processes):
@@ -155,7 +155,7 @@ def test_a_slice_function() -> None:
 
 @in_processes(2, 3)
 def test_skipping_and_positions() -> None:
-    """Skipped steps are not sent; a position is gone on from, in the same shuffled order."""
+    """Skipped steps are not sent. A position resumes in the same shuffled order."""
     whole = prepared(DataLoader(Numbers(12 * num_processes()), batch_size=2))
     later = [part.tolist() for part in skip_first_batches(whole, 4)]
     assert later == [part.tolist() for part in whole][4:]
@@ -175,7 +175,7 @@ def test_skipping_and_positions() -> None:
 
 @in_processes(2, 3)
 def test_a_break() -> None:
-    """A loop that all leave can be begun again."""
+    """A loop that all processes leave can be started again."""
     loader = prepared(DataLoader(Stream(20), batch_size=2))
     for _ in loader:
         break
@@ -184,7 +184,7 @@ def test_a_break() -> None:
 
 @in_processes(2, 3)
 def test_only_process_0_has_the_data() -> None:
-    """The others have none of it, and know the last step all the same."""
+    """Only process 0 has the data. The others recognise the last step all the same."""
     samples = 11 if process_index() == 0 else 0
     for sampler in (None, OwnSequence(samples)):
         loader = prepared(DataLoader(Numbers(samples), batch_size=2, sampler=sampler))
@@ -204,12 +204,12 @@ def test_only_process_0_has_the_data() -> None:
     ],
 )
 def test_dispatching_on_one_process(test) -> None:
-    """It is the loader's own batches."""
+    """On one process the batches are the loader's own."""
     test.body()
 
 
 def test_what_cannot_be_joined_or_divided_is_named() -> None:
-    """Batches padded to different lengths, and batches without samples."""
+    """Batches padded to different lengths, and batches without samples, raise an error that names them."""
     lengths = DataLoader(Texts(), batch_size=2, collate_fn=collate_texts)
     two = prepare_loader(lengths, rank=0, world_size=2, device=None, dispatch_batches=True)
     with pytest.raises(LoopError, match="differ beyond their first dimension"):
@@ -219,7 +219,7 @@ def test_what_cannot_be_joined_or_divided_is_named() -> None:
 
 
 def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without even_batches a last step of fewer samples than processes is left out on all."""
+    """Without even_batches, a last step with fewer samples than processes is dropped on all, with a message."""
     loader = prepare_loader(
         DataLoader(range(9), batch_size=2), rank=0, world_size=4, device=None, dispatch_batches=True, even_batches=False
     )

@@ -1,4 +1,4 @@
-"""A batch that is looked at is not taken from the loop, and draws no random number."""
+"""An example batch is read without taking it from the loop and without drawing a random number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_plugin.data.prepare import peek_batch
 
 
 class Growing(Dataset[dict[str, Tensor]]):
-    """Samples of different lengths, drawn at random; notes which were read."""
+    """A dataset with samples of random lengths. Records which samples were read."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -35,14 +35,14 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Stream(IterableDataset[int]):
-    """What is drawn is gone."""
+    """A stream whose samples are consumed when read."""
 
     def __iter__(self) -> Iterator[int]:
         pytest.fail("nobody may draw from it")
 
 
 def test_the_longest_of_samples_over_the_whole_data_set() -> None:
-    """Eight samples from the first to the last, padded as the loop's batches are."""
+    """The example is the longest of eight samples from the first to the last, padded like the loop's batches."""
     data = Growing()
     batch = peek_batch([DataLoader(data, batch_size=2, collate_fn=padded, shuffle=True)])
     assert batch["ids"].shape == (8, 100)
@@ -51,7 +51,7 @@ def test_the_longest_of_samples_over_the_whole_data_set() -> None:
 
 
 def test_no_random_number_and_no_order_changes() -> None:
-    """Python's, NumPy's and torch's generators stand where they stood, and so does the sampler's order."""
+    """The generators of Python, NumPy and torch, and the sampler's order, do not change."""
 
     def draws(peek: bool) -> list[Any]:
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_no_random_number_and_no_order_changes() -> None:
 
 
 def test_the_loader_that_shuffles_is_the_one_that_trains() -> None:
-    """Of several the first that shuffles; where none does, the first."""
+    """The first loader that shuffles is used, or the first of all if none does."""
     still = DataLoader(TensorDataset(torch.zeros(4, 2)))
     shuffled = DataLoader(TensorDataset(torch.zeros(4, 3)), shuffle=True)
     assert peek_batch([still, shuffled])[0].shape[1] == 3
@@ -73,7 +73,7 @@ def test_the_loader_that_shuffles_is_the_one_that_trains() -> None:
 
 
 def test_a_sampler_of_whole_batches() -> None:
-    """A data set that is indexed by a list of samples is asked so."""
+    """A dataset that is indexed by lists of samples gets a list."""
     data = TensorDataset(torch.arange(20.0).reshape(10, 2))
     loader = DataLoader(data, sampler=BatchSampler(SequentialSampler(data), 5, False), batch_size=None)
     assert peek_batch([loader])[0].shape == (8, 2)
@@ -83,6 +83,6 @@ def test_a_sampler_of_whole_batches() -> None:
     "data", [Stream(), TensorDataset(torch.zeros(0, 2)), {"a": 1}], ids=["stream", "empty", "other keys"]
 )
 def test_what_cannot_be_looked_at_gives_none(data: Any) -> None:
-    """A stream is not touched; a data set that fails costs nothing but the example."""
+    """A stream is not read, and a dataset that fails gives no example and no error."""
     assert peek_batch([DataLoader(data, batch_size=2)]) is None
     assert peek_batch([]) is None

@@ -1,4 +1,4 @@
-"""A prepared loader in one process, and each rank's part of it simulated."""
+"""A prepared loader in one process, and each rank's part in simulation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zero_plugin.loop.window import Window
 
 
 class Numbers(Dataset):
-    """0 … size-1; remembers what was read and which epoch it was told."""
+    """A dataset of 0 … size-1. Records its reads and its epoch."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -49,7 +49,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """0 … size-1 without a length."""
+    """A stream of 0 … size-1 without a length."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -86,7 +86,7 @@ def values(loader) -> list[list[int]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_process_sees_the_plain_loader(workers: int) -> None:
-    """With the same seed, two epochs of a shuffled loader are plain torch's, to the last draw of the global RNG."""
+    """With the same seed, two shuffled epochs equal plain torch's, to the last draw of the global RNG."""
 
     def two_epochs(wrap) -> tuple[list[list[list[int]]], float]:
         torch.manual_seed(5)
@@ -108,7 +108,7 @@ def test_one_process_sees_the_plain_loader(workers: int) -> None:
     ],
 )
 def test_the_last_batch_is_known_when_it_is_yielded(build) -> None:
-    """`end_of_dataloader` is true exactly at the last batch, for streams too, in every epoch."""
+    """`end_of_dataloader` is true exactly at the last batch of every epoch, for streams too."""
     loader = alone(build())
     for _ in range(2):
         flags = [loader.end_of_dataloader for _ in loader]
@@ -116,7 +116,7 @@ def test_the_last_batch_is_known_when_it_is_yielded(build) -> None:
 
 
 def test_batches_left_counts_down() -> None:
-    """Before the loop it is the length; a stream without a length tells at its last batch only."""
+    """The count of batches left starts at the length. A stream without a length gives it at its last batch only."""
     loader = alone(DataLoader(Numbers(10), batch_size=4))
     assert loader.batches_left == 3
     assert [(loader.position, loader.batches_left) for _ in loader] == [(0, 2), (1, 1), (2, 0)]
@@ -125,7 +125,7 @@ def test_batches_left_counts_down() -> None:
 
 
 class Refilling(Dataset):
-    """0 … size-1 in one buffer that is filled anew for each: a tensor, an array, or a dict of them."""
+    """A stream of 0 … size-1 that refills one buffer for each: a tensor, an array, or a dict."""
 
     def __init__(self, size: int, kind: str = "tensor") -> None:
         self.size = size
@@ -137,7 +137,7 @@ class Refilling(Dataset):
 
     def __getitem__(self, index: int):
         if self.kind == "array":
-            self.buffer.numpy()[:] = index  # which torch's own count of changes does not see
+            self.buffer.numpy()[:] = index  # which torch's version counter does not see
             return {"x": self.buffer.numpy()}
         self.buffer.fill_(index)
         return self.buffer if self.kind == "tensor" else {"x": [self.buffer]}
@@ -152,7 +152,7 @@ class RefillingStream(IterableDataset):
 
 
 class SlidingStream(IterableDataset):
-    """Windows of one tensor, each of which shares half its memory with the next; nothing is written."""
+    """A stream of windows of one tensor, each overlapping the next by half. No window is written."""
 
     def __iter__(self):
         numbers = torch.arange(12.0)
@@ -164,7 +164,7 @@ def keep_as_it_is(sample):
 
 
 def test_map_style_data_are_not_read_ahead() -> None:
-    """A data set that refills one buffer gives what it gives to plain torch: each batch is read when it is due."""
+    """Map-style data that refill one buffer give what plain torch gives: each batch is read when it is due."""
     loader = alone(DataLoader(Refilling(6), batch_size=None, shuffle=False))
     assert [(batch[0].item(), loader.end_of_dataloader) for batch in loader] == [(n, n == 5) for n in range(6)]
     data = Numbers(6)
@@ -178,7 +178,7 @@ def test_map_style_data_are_not_read_ahead() -> None:
 @pytest.mark.parametrize("device", [torch.device("cpu"), None])
 @pytest.mark.parametrize("kind", ["tensor", "array", "nested"])
 def test_a_batch_that_reading_ahead_would_overwrite_is_an_error(kind: str, device: torch.device | None) -> None:
-    """A stream that refills one buffer, and map-style data whose end somebody asks for: the error says to clone."""
+    """A stream that refills one buffer, or map-style data whose end is queried, raise an error that says to clone."""
     stream = alone(DataLoader(RefillingStream(6, kind), batch_size=None, collate_fn=keep_as_it_is), device=device)
     with pytest.raises(LoopError, match=r"refills one (tensor|array)(.|\n)*clone\(\)"):
         list(stream)
@@ -190,7 +190,7 @@ def test_a_batch_that_reading_ahead_would_overwrite_is_an_error(kind: str, devic
 
 
 def test_what_reading_for_the_others_would_overwrite_is_an_error() -> None:
-    """A stream that is skipped through, or that process 0 reads for all, and that refills one buffer."""
+    """A stream that refills one buffer is an error if it is skipped through, or read by process 0 for all."""
     for options in ({}, {"dispatch_batches": True}):
         shared = alone(DataLoader(RefillingStream(6), batch_size=None), world_size=2, **options)
         with pytest.raises(LoopError, match="refills one tensor"):
@@ -198,7 +198,7 @@ def test_what_reading_for_the_others_would_overwrite_is_an_error() -> None:
 
 
 def test_what_shares_memory_and_is_not_written_is_no_mistake() -> None:
-    """Overlapping views, a constant in every batch, one dict that is used again: what plain torch gives."""
+    """Overlapping views, a constant in every batch, and one reused dict give what plain torch gives."""
     assert values(alone(DataLoader(SlidingStream(), batch_size=None))) == values(
         DataLoader(SlidingStream(), batch_size=None)
     )
@@ -214,7 +214,7 @@ def test_what_shares_memory_and_is_not_written_is_no_mistake() -> None:
 
 
 def test_a_batch_is_moved_before_the_next_is_read() -> None:
-    """So that what it is copied from may be used again."""
+    """A batch is moved before the next is read, so its buffer can be reused."""
     done: list[str] = []
 
     class Recording(torch.Tensor):
@@ -236,7 +236,7 @@ def test_a_batch_is_moved_before_the_next_is_read() -> None:
 
 
 def test_data_that_draw_are_read_between_the_loop_s_own_draws() -> None:
-    """As in plain torch, with which a loop of dropout and augmented data is to agree."""
+    """Data that draw are read between the loop's own draws, so dropout and augmentation match plain torch."""
 
     class Augmented(Numbers):
         def __getitem__(self, index: int) -> float:
@@ -252,7 +252,7 @@ def test_data_that_draw_are_read_between_the_loop_s_own_draws() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_length_is_the_number_of_batches(world: int) -> None:
-    """Of map-style data with torch's own samplers, for every size and way of sharing: nothing is read to find out."""
+    """The length is exact for map-style data with torch's samplers, for every size and way, and reads nothing."""
     for samples, even, drop_last, split in product(range(14), (True, False), (True, False), (True, False)):
         loader = DataLoader(Numbers(samples), batch_size=2 * world if split else 2, drop_last=drop_last)
         for rank in range(world):
@@ -266,10 +266,10 @@ def test_the_length_is_the_number_of_batches(world: int) -> None:
 
 
 def test_a_length_that_changes_in_the_epoch_is_an_error() -> None:
-    """It would end an accumulation window in the middle, or leave one open."""
+    """A length that changes in the epoch is an error, since it would cut an accumulation window or leave one open."""
 
     class Changing(Numbers):
-        def __len__(self) -> int:  # as the sampler is asked for it, then as the loader is
+        def __len__(self) -> int:  # at the sampler's query, then at the loader's
             self.size += self.step
             return self.size
 
@@ -285,7 +285,7 @@ def test_a_length_that_changes_in_the_epoch_is_an_error() -> None:
 @pytest.mark.parametrize("said", [2, 4, 5, 9])
 @pytest.mark.parametrize("context", [True, False])
 def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None:
-    """Five batches, whatever their sampler says: windows of three and of two, each averaged over its own size."""
+    """Five batches under a wrong length give windows of three and two, each averaged over its own size."""
 
     class Boasting(BatchSampler):
         def __len__(self) -> int:
@@ -313,7 +313,7 @@ def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None
 
 
 def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where its end is asked for; where it is not, nothing is drawn before the loop has done with the batch before."""
+    """A query of a learning sampler's end during accumulation is reported. Otherwise nothing is drawn early."""
 
     class Own(RandomSampler):
         pass
@@ -328,7 +328,7 @@ def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: 
 
 
 def test_an_endless_stream_is_read_one_batch_ahead() -> None:
-    """A stream without end yields at once and can be left."""
+    """An endless stream yields immediately, one batch ahead, and its loop can be left."""
     loader = alone(DataLoader(Stream(None), batch_size=2))
     endless = iter(loader)
     assert [next(endless).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
@@ -336,13 +336,13 @@ def test_an_endless_stream_is_read_one_batch_ahead() -> None:
 
 
 def test_an_empty_data_set_is_an_empty_loop() -> None:
-    """No batch, no error."""
+    """An empty dataset gives no batch and no error."""
     assert values(alone(DataLoader(Numbers(0), batch_size=2))) == []
     assert values(alone(DataLoader(Stream(0), batch_size=2))) == []
 
 
 def test_what_a_loop_asks_of_a_dataloader_is_there() -> None:
-    """Sizes are this process's and the whole's; everything else is the wrapped loader's."""
+    """Sizes are given for this process and in total. All other attributes are the wrapped loader's."""
     data = Numbers(10)
     loader = alone(DataLoader(data, batch_size=4, num_workers=0, pin_memory=False), rank=1, world_size=2)
     assert (len(loader), loader.batch_size, loader.total_batch_size, loader.total_dataset_length) == (2, 4, 8, 10)
@@ -362,7 +362,7 @@ def test_what_a_loop_asks_of_a_dataloader_is_there() -> None:
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_sized_stream_s_length_is_the_number_of_batches(world: int, even: bool, drop_last: bool) -> None:
-    """For every size: len() is the number of steps that all processes have."""
+    """For every size, len() of a stream is the number of steps that all processes have."""
     for samples in range(30):
         loaders = [
             prepare_loader(
@@ -381,7 +381,7 @@ def test_a_sized_stream_s_length_is_the_number_of_batches(world: int, even: bool
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("split", [False, True])
 def test_stream_and_map_style_shard_alike(workers: int, split: bool) -> None:
-    """A stream gives each rank the same batches, real counts included, as the same data by index."""
+    """A stream gives each rank the same batches and real counts as the same data by index."""
     for samples in (1, 5, 8, 12, 13) if workers == 0 else (13,):
         for rank in range(2):
             options = {"rank": rank, "world_size": 2, "device": None, "split_batches": split}
@@ -393,7 +393,7 @@ def test_stream_and_map_style_shard_alike(workers: int, split: bool) -> None:
 
 
 def test_ready_batches_are_dealt_out_whole() -> None:
-    """With batch_size=None an item is a batch; one repeated to make a step even counts as no real sample."""
+    """With batch_size=None an item is a batch. A batch repeated to even out a step counts no real samples."""
     batches = [torch.arange(n) for n in (3, 1, 2)]
     sources = [
         lambda: DataLoader(KeptStream(batches), batch_size=None),
@@ -409,21 +409,21 @@ def test_ready_batches_are_dealt_out_whole() -> None:
 
 
 def test_a_batch_sampler_given_as_sampler_is_shared_by_batches() -> None:
-    """`DataLoader(sampler=BatchSampler(…), batch_size=None)` hands index lists to the data set."""
+    """`DataLoader(sampler=BatchSampler(…), batch_size=None)` passes index lists to the dataset."""
     data = torch.arange(10)
     loader = DataLoader(data, sampler=BatchSampler(range(10), 4, False), batch_size=None)
     assert values(alone(loader, rank=1, world_size=2)) == [[4, 5, 6, 7], [2, 3, 4, 5]]
 
 
 def test_a_custom_batch_sampler_without_attributes_works() -> None:
-    """A plain list of index lists is a batch sampler."""
+    """A plain list of index lists works as a batch sampler."""
     loader = DataLoader(Numbers(6), batch_sampler=[[5, 4], [3], [2, 1, 0]])
     assert values(alone(loader)) == [[5, 4], [3], [2, 1, 0]]
     assert alone(loader).batch_size is None
 
 
 def test_the_subclass_and_its_way_of_iterating_are_kept() -> None:
-    """A DataLoader subclass that changes the batches still does, and the user's loader is not touched."""
+    """A DataLoader subclass that changes batches still does, and the user's loader is not modified."""
 
     class Doubling(DataLoader):
         def __iter__(self):
@@ -436,7 +436,7 @@ def test_the_subclass_and_its_way_of_iterating_are_kept() -> None:
 
 
 def test_a_subclass_with_batches_of_its_own_is_named() -> None:
-    """One that holds on to an iterator made before cannot be shared: an error, not every process the whole data."""
+    """A subclass that holds an earlier iterator is an error: otherwise every process would get the complete dataset."""
 
     class Holding(DataLoader):
         def __init__(self, *args) -> None:
@@ -451,7 +451,7 @@ def test_a_subclass_with_batches_of_its_own_is_named() -> None:
 
 
 def test_a_wrong_length_does_not_end_the_epoch_early() -> None:
-    """A sampler may say too little or too much: there is a batch to come as long as one comes."""
+    """A wrong length of a sampler does not end the epoch early. The epoch ends with its last batch."""
 
     class Boasting(BatchSampler):
         said = 2
@@ -466,7 +466,7 @@ def test_a_wrong_length_does_not_end_the_epoch_early() -> None:
 
 
 def test_persistent_workers_serve_every_epoch() -> None:
-    """Workers that stay alive draw anew each epoch, also when an epoch is left early."""
+    """Persistent workers draw new numbers each epoch, also after an epoch that was left early."""
     loader = alone(DataLoader(Numbers(9), batch_size=2, num_workers=1, persistent_workers=True))
     for _ in loader:
         break
@@ -480,7 +480,7 @@ def test_persistent_workers_serve_every_epoch() -> None:
 
 
 def test_the_accelerator_s_argument_reaches_the_loader() -> None:
-    """`shard_iterable="never"` leaves a stream to its workers, which here each give all of it, as in plain torch."""
+    """`shard_iterable="never"` reaches the loader: a stream is left to its workers, which all yield everything here."""
     loader = DataLoader(Stream(6), batch_size=2, num_workers=2)
     accelerator = Accelerator(cpu=True, shard_iterable="never")
     try:
@@ -493,7 +493,7 @@ def test_the_accelerator_s_argument_reaches_the_loader() -> None:
 
 
 def test_epochs_count_themselves_unless_somebody_tells() -> None:
-    """Each start is the next epoch for a data set that shuffles by it; who tells it himself is not contradicted."""
+    """Each start sets the next epoch on a dataset that shuffles by epoch, unless the user sets the epoch."""
     data = Numbers(2)
     loader = alone(DataLoader(data, batch_size=2))
     told = []
@@ -505,7 +505,7 @@ def test_epochs_count_themselves_unless_somebody_tells() -> None:
 
 
 def test_set_epoch_reaches_all_who_want_to_know() -> None:
-    """The data set, the batch sampler and its sampler are told."""
+    """set_epoch reaches the dataset, the batch sampler and its sampler."""
 
     class Told(RandomSampler):
         epoch = 0
@@ -519,7 +519,7 @@ def test_set_epoch_reaches_all_who_want_to_know() -> None:
 
 
 def test_active_loaders_follow_nested_and_broken_loops() -> None:
-    """The innermost running loop's loader is current; a loop left by break or error is out."""
+    """The innermost running loader is current. A loop left by break or error is removed."""
     active = RUNNING
     outer = alone(DataLoader(Numbers(4), batch_size=2))
     inner = alone(DataLoader(Numbers(4), batch_size=2))
@@ -540,7 +540,7 @@ def test_active_loaders_follow_nested_and_broken_loops() -> None:
 
 
 def test_skipping_reads_nothing_it_skips() -> None:
-    """Map-style data are not read for skipped batches; a stream goes on where it should; the original is whole."""
+    """Skipped map-style samples are not read, a stream continues at its place, and the original stays complete."""
     data = Numbers(10)
     loader = alone(DataLoader(data, batch_size=3))
     later = skip_first_batches(loader, 2)
@@ -557,7 +557,7 @@ def test_skipping_reads_nothing_it_skips() -> None:
 
 
 def test_what_is_left_out_is_told_once_by_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """With even_batches off the number of samples lost is a warning of process 0, once, not per epoch."""
+    """With even_batches off, process 0 warns once, not per epoch, about the number of samples lost."""
     for rank in range(3):
         loader = alone(DataLoader(Numbers(10), batch_size=4), rank=rank, world_size=3, even_batches=False)
         assert sum(map(len, values(loader))) + sum(map(len, values(loader))) == [8, 8, 4][rank]
@@ -578,7 +578,7 @@ def test_what_is_left_out_is_told_once_by_the_main_process(capsys: pytest.Captur
     ],
 )
 def test_a_loader_that_cannot_be_shared_is_named(loader, message: str) -> None:
-    """The error says what was found and what to give."""
+    """A loader that cannot be divided raises an error that says what was found and what to pass."""
     with pytest.raises(LoopError, match=message):
         alone(loader(), world_size=2)
 
@@ -598,7 +598,7 @@ def test_split_batches_wants_a_divisible_batch_size(loader, message: str) -> Non
 
 
 def test_batches_move_however_nested() -> None:
-    """Tensors go to the device in containers of every kind; what knows how to move, moves itself; the rest stays."""
+    """Tensors move to the device in containers of every kind. Objects with `to` move themselves, others stay."""
     Pair = namedtuple("Pair", "a b")
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     batch = {"x": [torch.ones(1), Pair(torch.ones(1), "text")], "y": UserDict(z=torch.ones(1)), "p": packed, "n": None}
@@ -610,7 +610,7 @@ def test_batches_move_however_nested() -> None:
         name: str
 
     class Encoding(UserDict):
-        """As transformers': a mapping with a `to` of its own, which would wait for the copy."""
+        """A mapping with its own `to`, like transformers' encoding, which would wait for the copy."""
 
         def to(self, device):
             raise AssertionError("moved by its items")
@@ -627,7 +627,7 @@ def test_batches_move_however_nested() -> None:
 
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_copies_wait_or_not_as_asked(non_blocking: bool) -> None:
-    """`non_blocking` reaches every tensor's copy, also by the facade; a mere object moves plainly."""
+    """`non_blocking` reaches every tensor's copy, also through the facade. Other objects move without it."""
     asked: list[bool] = []
 
     class Recording(torch.Tensor):
@@ -655,7 +655,7 @@ def test_copies_wait_or_not_as_asked(non_blocking: bool) -> None:
 
 
 def test_metrics_outside_a_loop_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a running loader nothing says what is padding; alone there is none."""
+    """gather_for_metrics outside a loop is refused, because padding is unknown. On one process no padding exists."""
     assert gather_for_metrics({"a": torch.ones(2), "b": ["x"]}, None)["b"] == ["x"]
     monkeypatch.setattr("zero_plugin.data.batches.num_processes", lambda: 2)
     with pytest.raises(LoopError, match="inside `for batch in loader:`"):
@@ -663,11 +663,11 @@ def test_metrics_outside_a_loop_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_metrics_that_are_not_per_sample_are_refused_at_the_first_batch() -> None:
-    """Flattened tokens, say, cannot be cut to the real samples: the error says to use gather()."""
+    """Values that are not per sample, such as flattened tokens, are refused at the first batch: use gather()."""
     loader = alone(DataLoader(Numbers(6), batch_size=4))
     for batch in loader:
         for wrong in (batch.repeat(3), [1] * 7):
             with pytest.raises(LoopError, match=r"use gather\(\)"):
                 gather_for_metrics(wrong, loader)
-        # One row per nominal sample, as `loss.repeat(batch_size)` gives, is cut to the samples that there are.
+        # One row per nominal sample, like `loss.repeat(batch_size)`, is cut to the real samples.
         assert len(gather_for_metrics(torch.ones(4), loader)) == len(batch)

@@ -1,4 +1,4 @@
-"""Exact gathering: every number of samples, batch size, way of sharing and kind of value, over real processes."""
+"""Exact gathering for every dataset size, batch size, way of division and kind of value, over real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError
 
-# Numbers of samples, and batch sizes. "short" runs daily.
+# Dataset sizes and batch sizes. "short" runs daily.
 SIZES = {"short": ((2, 7, 12), (1, 3)), "full": (range(1, 41), range(1, 10))}
 ROWS = [
     row("", world, extent, daily=extent == "short")
@@ -25,7 +25,7 @@ ROWS = [
 
 
 class Stream(IterableDataset):
-    """0 … size-1, the same on every process."""
+    """A stream of 0 … size-1, equal on every process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,7 +35,7 @@ class Stream(IterableDataset):
 
 
 class Sharded(Stream):
-    """A stream that can be asked for its shard, the first of which are longer."""
+    """A stream with a `shard` method, whose first shards are longer."""
 
     numbers = None
 
@@ -49,14 +49,14 @@ class Sharded(Stream):
 
 
 class DividedByRank(Stream):
-    """Gives each process a part of its own, of a different length."""
+    """A stream that gives each process a separate part of a different length."""
 
     def __iter__(self):
         return iter(range(process_index(), self.size, num_processes()))
 
 
 class RankSampler:
-    """Somebody's sampler for several processes."""
+    """A user's sampler for several processes."""
 
     def __init__(self, size: int) -> None:
         self.num_replicas, self.rank, self.size = num_processes(), process_index(), size
@@ -70,7 +70,7 @@ def prepared(loader: DataLoader, **options) -> DataLoaderShard:
 
 
 def collect(loader: DataLoaderShard) -> tuple[list[int], int]:
-    """What an evaluation loop gets: the samples, checked as tensors, nested, and objects; and values per batch."""
+    """Run an evaluation loop. Return the samples (checked as tensors, nested, and objects) and values per batch."""
     seen, batch_values = [], 0
     for batch in loader:
         tree = {"cubes": [batch**3, torch.stack([batch, -batch], dim=1)], "mean": batch.float().mean()}
@@ -87,7 +87,7 @@ def collect(loader: DataLoaderShard) -> tuple[list[int], int]:
 
 
 def kept(samples: int, batch: int, *, even: bool, drop_last: bool) -> int:
-    """How many of the first samples are seen, with `batch` samples per process and step."""
+    """Return how many of the first samples are seen, with `batch` samples per process and step."""
     world = num_processes()
     full, tail = divmod(samples, batch * world)
     if drop_last or not (even or tail > batch * (world - 1)):
@@ -97,7 +97,7 @@ def kept(samples: int, batch: int, *, even: bool, drop_last: bool) -> int:
 
 @on_rows(("extent",), ROWS)
 def test_every_sharing(extent: str) -> None:
-    """Map-style data and a stream, alike: the data set in order, once each, or as much of it as was asked for."""
+    """Map-style data and a stream give the dataset in order, once, or as much of it as was requested."""
     sizes, batches = SIZES[extent]
     for samples, batch, even, drop_last, split in product(sizes, batches, *[(True, False)] * 3):
         expected = list(range(kept(samples, batch, even=even, drop_last=drop_last)))
@@ -109,10 +109,10 @@ def test_every_sharing(extent: str) -> None:
 
 @on_rows(("extent",), ROWS)
 def test_data_that_others_divide(extent: str) -> None:
-    """A DistributedSampler, a `shard` method, a stream divided by rank: each sample once, though parts differ."""
+    """Data divided by a DistributedSampler, `shard` or rank give each sample once, though parts differ."""
     sizes, batches = SIZES[extent]
     for samples, batch in product(sizes, batches[:2]):
-        if samples < num_processes():  # a process without any sample cannot go on
+        if samples < num_processes():  # a process without any sample cannot continue
             continue
         sampler = DistributedSampler(range(samples), num_processes(), process_index(), shuffle=False)
         by_sampler = DataLoader(range(samples), batch_size=batch, sampler=sampler)
@@ -125,7 +125,7 @@ def test_data_that_others_divide(extent: str) -> None:
 
 @in_processes(2, 3)
 def test_batches_that_nobody_counts() -> None:
-    """Batches that the data set or a batch sampler makes: dealt out whole, repeated ones left out."""
+    """Batches made by the dataset or a batch sampler are divided whole, and repeated ones are left out."""
     ready = [torch.arange(n) + 10 * n for n in (1, 2, 3, 4, 5, 6, 7)]
     assert collect(prepared(DataLoader(ready, batch_size=None))) == (torch.cat(ready).tolist(), 7)
     varying = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
@@ -134,7 +134,7 @@ def test_batches_that_nobody_counts() -> None:
 
 @in_processes(2, 3)
 def test_repeats_that_nobody_sees_are_refused() -> None:
-    """A sampler of unknown habits that gives each process its part may repeat samples: an error, at the first batch."""
+    """A divided sampler that may repeat samples unseen is an error at the first batch."""
     loader = prepared(DataLoader(range(7), batch_size=2, sampler=RankSampler(7)))
     for batch in loader:
         with pytest.raises(LoopError, match="RankSampler shares the samples"):
@@ -142,7 +142,7 @@ def test_repeats_that_nobody_sees_are_refused() -> None:
 
 
 def test_gathering_is_exact_on_one_process() -> None:
-    """Without a process group it is the loader's own samples."""
+    """Without a process group, gathering returns the loader's own samples."""
     test_every_sharing.body("short")
     test_data_that_others_divide.body("short")
     test_batches_that_nobody_counts.body()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.programs
 
 
 class PythonShuffle(Sampler):
-    """A user's sampler that draws from Python's generator, which nobody seeds alike on the processes."""
+    """A user's sampler that draws from Python's generator, which is seeded differently on each process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,19 +81,19 @@ def test_the_order_is_process_0_s() -> None:
 
 @in_processes(2, 3)
 def test_torchs_own_samplers_are_drawn_by_each() -> None:
-    """Process 0 sends no batches of theirs; two small collectives at an epoch's start agree on the order."""
+    """Torch's own samplers are drawn on each process. Two small collectives at an epoch's start check the order."""
     rank, sent = dist.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
         send = batch_sampler.broadcast_object_list
         patch.setattr(batch_sampler, "broadcast_object_list", lambda batches: sent.append(1) or send(batches))
         for sampler in (RandomSampler(range(90)), SubsetRandomSampler(range(80)), WeightedRandomSampler([1.0] * 9, 9)):
             assert len(union(prepared(DataLoader(range(90), batch_size=2, sampler=sampler)))) == len(sampler)
-        for shuffle in (False, True):  # items that are batches by themselves
+        for shuffle in (False, True):  # items that are complete batches
             items = prepared(DataLoader(range(9), batch_size=None, shuffle=shuffle), even_batches=False)
             samples = gather_object([*items])
             assert len(set(samples)) == len(samples) > 9 - dist.get_world_size()
         assert not sent
-        # What differs from process 0's, or is of another class there, is process 0's all the same, step by step.
+        # A loader that differs from process 0's, or has another class, still follows process 0 step by step.
         torch.manual_seed(7 + rank)
         others = [
             SubsetRandomSampler([*range(10 * rank, 10 * rank + 12)]),
@@ -114,7 +114,7 @@ def test_torchs_own_samplers_are_drawn_by_each() -> None:
 
 @in_processes(2, 3)
 def test_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
-    """A look at the first batches leaves a generator of the script's own where it leaves it in one process."""
+    """An epoch that is left early advances a script's own generator no further than one torch process does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for samples, workers in ((8 * world, 0), (8 * world + 3, 0), (9 * world, 2)):
         generator = torch.Generator()
@@ -134,13 +134,13 @@ def test_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
 
 
 def union(loader: DataLoaderShard) -> list[int]:
-    """What the processes see together in an epoch, step by step in the order of ranks, repeats left out."""
+    """Return the samples of all processes in an epoch, step by step in rank order, without repeats."""
     steps = gather_object([[batch.tolist()[: loader.real_samples] for batch in loader]])
     return [value for step in zip(*steps, strict=True) for part in step for value in part]
 
 
 class OwnStream(IterableDataset):
-    """A stream that differs between the processes: rank 0 reads longest."""
+    """A stream that differs between processes. Rank 0's is the longest."""
 
     def __iter__(self):
         return iter(range(20 - 6 * dist.get_rank()))
@@ -148,7 +148,7 @@ class OwnStream(IterableDataset):
 
 @in_processes(2, 3)
 def test_streams_of_different_length_stop_together() -> None:
-    """All end with the shortest one, and process 0 warns of how many samples were left out."""
+    """Streams of different lengths all stop with the shortest, and process 0 warns about the number left out."""
     with listening() as messages:
         loader = prepared(DataLoader(OwnStream(), batch_size=2))
         flags = [loader.end_of_dataloader for _ in loader]
@@ -160,7 +160,7 @@ def test_streams_of_different_length_stop_together() -> None:
 
 
 class Recorded:
-    """0 … size-1; each read leaves a line in a file that all processes and workers share."""
+    """A dataset of 0 … size-1 that logs each read to a file shared by all processes and workers."""
 
     def __init__(self, size: int, path: Path) -> None:
         self.size, self.path = size, path
@@ -188,7 +188,7 @@ class Recorded:
 
 @in_processes(2, 3)
 def test_each_sample_is_read_once(folder: Path) -> None:
-    """Also with two workers on each process, in a loop that resumes, or that is left and started again."""
+    """Each sample is read once, with two workers per process, in a loop that resumes or is restarted."""
     data = Recorded(48, folder / "reads")
     world = dist.get_world_size()
     for workers, persistent in ((0, False), (2, False), (2, True)):
@@ -210,7 +210,7 @@ def test_each_sample_is_read_once(folder: Path) -> None:
 
 @in_processes(2, 3)
 def test_loops_inside_loops() -> None:
-    """An evaluation inside training, left early or not, disturbs neither the order nor the counts of the training."""
+    """An evaluation inside training, left early or not, changes neither order nor counts of the training."""
     torch.manual_seed(4)
     training = prepared(DataLoader(range(21), batch_size=2, shuffle=True))
     evaluation = prepared(DataLoader(range(9), batch_size=2))
@@ -227,7 +227,7 @@ def test_loops_inside_loops() -> None:
 
 
 class Augmented(Dataset):
-    """Each sample with a number that a worker draws."""
+    """A dataset that adds to each sample a number drawn by a worker."""
 
     def __len__(self) -> int:
         return 8
@@ -238,13 +238,13 @@ class Augmented(Dataset):
 
 @in_processes(2, 3)
 def test_an_epoch_that_is_begun_again_leaves_the_later_ones_alone() -> None:
-    """On each process: where a state is loaded and nothing skipped, the epochs after it have the seeds they had."""
+    """If a state is loaded and no batch skipped, later epochs keep their seeds on each process."""
     for how in ({}, {"shuffle": True}, {"sampler": PythonShuffle(8)}, {"sampler": SubsetRandomSampler(range(8))}):
         torch.manual_seed(6 + dist.get_rank())
         loader = prepared(DataLoader(Augmented(), batch_size=1, num_workers=1, **how))
         next(iter(loader))
         states, drawn = [loader.state_dict()], random_state()
-        dist.broadcast_object_list(states)  # as a checkpoint has it
+        dist.broadcast_object_list(states)  # like a checkpoint's state
         expected = [[batch.tolist() for batch in loader] for _ in range(2)]
         again = prepared(DataLoader(Augmented(), batch_size=1, num_workers=1, **how))
         again.load_state_dict(states[0], skip=False)
@@ -254,7 +254,7 @@ def test_an_epoch_that_is_begun_again_leaves_the_later_ones_alone() -> None:
 
 
 class Endless(Sampler):
-    """A sampler without a length and without an end."""
+    """A sampler without length and end."""
 
     def __iter__(self):
         return (number % 10 for number in count())
@@ -262,7 +262,7 @@ class Endless(Sampler):
 
 @in_processes(2, 3)
 def test_a_sampler_without_length() -> None:
-    """A sampler that never ends is divided in turn."""
+    """An endless sampler is divided in turn."""
     shared = prepared(DataLoader(range(10), batch_size=2, sampler=Endless()))
     for step, batch in enumerate(shared):
         assert shared.batches_left is None
@@ -274,7 +274,7 @@ def test_a_sampler_without_length() -> None:
 
 @in_processes(2, 3)
 def test_a_distributed_sampler_is_left_to_it() -> None:
-    """Each process gets what its DistributedSampler draws, another order in each epoch, and its repeats are known."""
+    """A DistributedSampler is left alone: its own draws, another order each epoch, and known repeats."""
     world, rank = dist.get_world_size(), dist.get_rank()
     sampler = DistributedSampler(range(20), world, rank, seed=3)
     shared = prepared(DataLoader(range(20), batch_size=3, sampler=sampler))
@@ -294,17 +294,17 @@ def test_a_distributed_sampler_is_left_to_it() -> None:
 
 @in_processes(2, 3)
 def test_data_cut_up_by_hand_is_refused() -> None:
-    """Datasets of different length are an error that says to give each process the complete one."""
+    """Datasets of different lengths are an error that says to give each process the complete one."""
     with pytest.raises(LoopError, match="give each process the complete dataset"):
         prepared(DataLoader(range(7 + dist.get_rank()), batch_size=2))
 
 
 class Learning(Sampler):
-    """A curriculum: each next sample is the hardest one, as far as the loop has told, and counts as easier then.
+    """A curriculum: the next sample is the hardest one by the loop's reports, and then counts as easier.
 
     Args:
-        size: of the data set.
-        samples: of an epoch.
+        size: size of the dataset.
+        samples: number of samples in an epoch.
     """
 
     def __init__(self, size: int, samples: int) -> None:
@@ -328,7 +328,7 @@ class SizedLearning(Learning):
 
 
 class LearningBatches(BatchSampler):
-    """The same as a batch sampler."""
+    """The same curriculum as a batch sampler."""
 
     def tell(self, step: int, indices: list[int]) -> None:
         self.sampler.tell(step, indices)
@@ -336,7 +336,7 @@ class LearningBatches(BatchSampler):
 
 @in_processes(2, 3)
 def test_a_sampler_that_learns_is_asked_step_by_step() -> None:
-    """What it gives next depends on what the loop told it of the last step: as in plain torch in one process."""
+    """A learning sampler is asked step by step, after the loop's report of the last step, as in one torch process."""
     world, size, samples = dist.get_world_size(), 12, 70
     ways = [
         (Learning, BatchSampler, {}),

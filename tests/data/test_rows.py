@@ -19,7 +19,7 @@ BATCH = {
 
 
 def test_samples_are_counted() -> None:
-    """By the first tensor that has rows, else by the first list of objects."""
+    """Samples are counted by the first tensor with rows, otherwise by the first list of objects."""
     assert count_rows(BATCH) == 3
     assert count_rows({"loss": torch.tensor(1.0), "x": torch.ones(5, 2)}) == 5
     assert count_rows({"a": "text", "b": ["x", "y"]}) == 2
@@ -28,7 +28,7 @@ def test_samples_are_counted() -> None:
 
 
 def test_a_cut_leaves_what_belongs_to_the_whole_batch() -> None:
-    """Tensors and lists with one entry per sample are cut, the others stay."""
+    """Tensors and lists with one entry per sample are cut. Other values stay."""
     part = cut_rows(BATCH, slice(1, 3))
     assert part["ids"].tolist() == [[2, 3], [4, 5]]
     assert (part["names"], part["pairs"][1], part["pairs"][0].tolist()) == (["b", "c"], ("y", "z"), [1, 2])
@@ -36,7 +36,7 @@ def test_a_cut_leaves_what_belongs_to_the_whole_batch() -> None:
 
 
 def test_joining_is_the_opposite_of_cutting() -> None:
-    """Parts joined are the whole; what differs beyond the rows cannot be joined."""
+    """Joined parts equal the complete batch. Parts that differ in more than rows cannot be joined."""
     whole = join_rows([cut_rows(BATCH, slice(0, 1)), cut_rows(BATCH, slice(1, 3))])
     assert torch.equal(whole["ids"], BATCH["ids"])
     assert {key: whole[key] for key in ("names", "kind", "classes")} == {

@@ -1,4 +1,4 @@
-"""The shuffle that depends on seed and epoch alone."""
+"""The shuffle that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin.data.sharing import SeedableRandomSampler
 
 
 def test_seed_and_epoch_decide_the_order() -> None:
-    """Not what was drawn before, nor the state of the generator that it is given."""
+    """The order ignores earlier draws and the state of the given generator."""
     torch.manual_seed(5)
     sampler = SeedableRandomSampler(range(20))
     epochs = [list(sampler) for _ in range(3)]
@@ -28,7 +28,7 @@ def test_seed_and_epoch_decide_the_order() -> None:
 
 
 def test_an_epoch_left_early_begins_again() -> None:
-    """Only a whole iteration counts, unless set_epoch says otherwise."""
+    """An epoch left early starts again. Only a complete iteration counts, unless set_epoch is called."""
     sampler = SeedableRandomSampler(range(9), data_seed=1)
     first = next(iter(sampler))
     assert next(iter(sampler)) == first
@@ -36,15 +36,15 @@ def test_an_epoch_left_early_begins_again() -> None:
 
 
 class Backwards(RandomSampler):
-    """A script's own order, whatever it inherits from."""
+    """A script's own order in a subclass of a random sampler."""
 
     def __iter__(self) -> Iterator[int]:
-        """From the end."""
+        """Yield indices from the end."""
         return iter(range(len(self.data_source) - 1, -1, -1))
 
 
 def test_a_subclass_with_an_order_of_its_own_is_kept() -> None:
-    """Only torch's own random order is seeded by the epoch."""
+    """A subclass with its own order keeps it. Only torch's own random order is seeded by epoch."""
     data = TensorDataset(torch.arange(6))
     for make in (
         lambda: DataLoader(data, batch_size=2, sampler=Backwards(data)),

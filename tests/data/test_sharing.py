@@ -1,4 +1,4 @@
-"""The order of torch's own samplers, which each process draws for itself, is torch's in one process."""
+"""Torch's own samplers, drawn on each process, give the order of one torch process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ DRAWN_ON: dict[str, Callable[[], Sampler[Any]]] = {
 
 @pytest.mark.parametrize("name", [*SAMPLERS, *DRAWN_ON])
 def test_the_order_is_torchs(name: str) -> None:
-    """Element by element, with the same number of draws from the global generator; twice, for two epochs."""
+    """Order and number of global draws equal torch's, element by element, for two epochs."""
     make = {**SAMPLERS, **DRAWN_ON}[name]
     ours, theirs = make(), make()
     assert is_drawn_at_once(ours) == (name in SAMPLERS)
@@ -85,13 +85,13 @@ def test_the_order_is_torchs(name: str) -> None:
         found.append([sample for batch in loader.base_dataloader.batch_sampler for sample in batch])
         assert found[-1] == expected[len(found) - 1]
     assert torch.equal(torch.get_rng_state(), after)
-    own = None if name == "seedable" else getattr(ours, "generator", None)  # that is seeded anew in each epoch
+    own = None if name == "seedable" else getattr(ours, "generator", None)  # that is seeded again in each epoch
     assert own is None or torch.equal(own.get_state(), theirs.generator.get_state())
 
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_an_epoch_without_an_end_is_drawn_as_it_runs(replacement: bool) -> None:
-    """Of a sampler of ten billion samples, as minGPT's trainer has, the first batches are torch's."""
+    """The first batches of a sampler with ten billion samples, as in minGPT's trainer, equal torch's."""
 
     def first(loader: Any) -> list[Any]:
         torch.manual_seed(4)
@@ -112,12 +112,12 @@ class _Numbers:
 
 
 class _Foreign(RandomSampler):
-    """A class of the script's own."""
+    """A class of the user's own."""
 
 
 @pytest.mark.parametrize("make", [*DRAWN_ON.values(), lambda: _Foreign(range(SIZE)), lambda: iter(range(3))])
 def test_what_draws_on_is_foreign(make: Callable[[], Any]) -> None:
-    """Process 0 draws from it for all."""
+    """A sampler with later draws counts as foreign: process 0 draws for all."""
     assert not is_drawn_at_once(make())
 
 
@@ -134,7 +134,7 @@ def test_what_draws_on_is_foreign(make: Callable[[], Any]) -> None:
 def test_shares_are_those_of_all_batches(
     samples: int, world: int, size: int, even: bool, split: bool, drop_last: bool, skip: int, reports: bool
 ) -> None:
-    """For each process, whatever is completed, cut, dropped or skipped; so is the number of dropped samples."""
+    """Each process's parts, and the dropped count, follow from all batches: completed, cut, dropped or skipped."""
     order = Order(torch.randperm(samples, generator=seeded()))
     sampler: Any = BatchSampler(order.part(0, samples), world * size if split else size, drop_last)
     for rank in range(world):
@@ -147,7 +147,7 @@ def test_shares_are_those_of_all_batches(
 
 
 def test_a_part_is_cut_out_of_a_hundred_million() -> None:
-    """Process 700 of 1,000 touches its own samples only: a step takes microseconds whatever the world's size."""
+    """Process 700 of 1,000 reads only its own samples: a step takes microseconds at any world size."""
     order = Order(range(100_000_000))
     sampler: Any = BatchSampler(SequentialSampler(range(100_000_000)), 8, False)
     shares = share_order(order, sampler, Sharing(700, 1000, 8), None, skip=12_000)
@@ -157,7 +157,7 @@ def test_a_part_is_cut_out_of_a_hundred_million() -> None:
 
 
 def test_indices_of_any_kind_have_no_checksum() -> None:
-    """Then process 0 sends them; numbers have one, by their values."""
+    """Indices of other types have no checksum, so process 0 sends them. Numbers have one, by value."""
     names = draw_order(SubsetRandomSampler(["a", "b"]), seeded())
     assert names.digest() is None
     assert sorted(names.part(0, 2)) == ["a", "b"]
@@ -170,7 +170,7 @@ def shuffled(random_state: random.Random) -> Iterator[int]:
 
 
 def test_a_sampler_is_asked_once_an_epoch() -> None:
-    """A foreign one, as before: its draws are its own."""
+    """A foreign sampler is asked once an epoch, so its draws do not change."""
     state = random.Random(2)
     wanted = list(shuffled(random.Random(2)))
     batches = DataLoader(range(9), batch_size=2, sampler=_Iterated(functools.partial(shuffled, state)))

@@ -1,4 +1,4 @@
-"""Iterable data sets over processes and workers: each sample once, whoever divides them."""
+"""Iterable datasets over processes and workers: each sample once, whoever divides them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKERS = 3
 
 
 class Lines(IterableDataset):
-    """The numbers in a file, one per line; knows nothing of processes and workers."""
+    """A stream of the numbers in a file, one a line, that ignores processes and workers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Lines(IterableDataset):
 
 
 class Shuffled(Lines):
-    """The same in an order drawn anew at each iteration, from a generator that nobody seeds for it."""
+    """The same stream in an order drawn at each iteration, from a generator that no code seeds."""
 
     def __init__(self, path: Path, shuffle) -> None:
         super().__init__(path)
@@ -49,7 +49,7 @@ class Shuffled(Lines):
 
 
 class DividedAmongWorkers(Lines):
-    """Shared among the workers as in the first example of torch's documentation."""
+    """A stream divided among workers as in the first example of torch's documentation."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -58,7 +58,7 @@ class DividedAmongWorkers(Lines):
 
 
 class Range(IterableDataset):
-    """Shared among the workers from outside, as in the second example of torch's documentation."""
+    """A stream divided among workers from outside, as in the second example of torch's documentation."""
 
     def __init__(self, end: int) -> None:
         self.start, self.end = 0, end
@@ -74,7 +74,7 @@ def divide_range(worker: int) -> None:
 
 
 class DividedAmongAll(Lines):
-    """Shared among processes and workers by itself."""
+    """A stream that divides itself among processes and workers."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -83,7 +83,7 @@ class DividedAmongAll(Lines):
 
 
 class Files(IterableDataset):
-    """Several files; gives a shard of them when asked, with the epoch's number in front of each sample."""
+    """A stream of several files with a `shard` method. Each sample begins with the epoch's number."""
 
     read: ClassVar[set[Path]] = set()  # by this process
 
@@ -112,7 +112,7 @@ class Forever(IterableDataset):
 
 
 class Draws(IterableDataset):
-    """What a collate function draws in each worker is asked for here."""
+    """A collate function that records the random draws of each worker."""
 
     def __iter__(self):
         return iter(range(WORKERS * 2 * num_processes()))
@@ -135,7 +135,7 @@ def prepared(loader: DataLoader, **options) -> DataLoaderShard:
 
 
 def union(loader: DataLoaderShard, *, limit: int | None = None) -> list[int]:
-    """What the processes see together in an epoch, step by step in the order of ranks, repeats left out."""
+    """Return the samples of all processes in an epoch, step by step in rank order, without repeats."""
     parts = []
     for batch in loader:
         parts.append(batch.tolist()[: loader.real_samples])
@@ -146,7 +146,7 @@ def union(loader: DataLoaderShard, *, limit: int | None = None) -> list[int]:
 
 @in_processes(2)
 def test_a_file_is_read_once(folder: Path) -> None:
-    """Each line of a file once, with workers that persist and batches that are split."""
+    """Each line of a file is read once, with persistent workers and split batches."""
     path, numbers = write_numbers(folder / "lines", 50)
     for persistent, split in ((False, False), (True, True)):
         loader = DataLoader(
@@ -187,7 +187,7 @@ def test_who_divides_among_all_is_left_to_it(folder: Path) -> None:
 
 @in_processes(2)
 def test_a_shard_is_asked_for(folder: Path) -> None:
-    """Files of 5, 10, 15, 20 lines: the process with fewer goes on with repeats; epochs reach lasting workers."""
+    """Files of 5, 10, 15, 20 lines: the process with fewer lines repeats. Epochs reach persistent workers."""
     paths, numbers = [], []
     for files in range(4):
         path, found = write_numbers(folder / f"part{files}", 5 * (files + 1), start=len(numbers))
@@ -208,13 +208,13 @@ def test_a_shard_is_asked_for(folder: Path) -> None:
         stopped = union(prepared(loader, even_batches=False))
         assert len(stopped) <= len(numbers)
         assert len(set(stopped)) == len(stopped)
-    three = prepared(DataLoader(Files(paths[:3]), batch_size=4))  # cannot be dealt out evenly: skipped through
+    three = prepared(DataLoader(Files(paths[:3]), batch_size=4))  # cannot be divided evenly: skipped through
     assert sorted(number % 1000 for number in union(three)) == numbers[:30]
 
 
 @in_processes(2)
 def test_a_shuffled_stream_loses_nothing(folder: Path) -> None:
-    """Each epoch of a shuffled stream has every sample, in another order that can be had again."""
+    """Each epoch of a shuffled stream has every sample, in a new and reproducible order."""
     path, numbers = write_numbers(folder / "lines", 50)
     for workers, persistent, shuffle in (
         (0, False, random.shuffle),
@@ -236,14 +236,14 @@ def test_a_shuffled_stream_loses_nothing(folder: Path) -> None:
 
 
 def tear(numbers: list[int]) -> torch.Tensor:
-    """Draws as a masking collate function does, which must not change the order."""
+    """Draw random numbers like a masking collate function, which must not change the order."""
     draw(None)
     return torch.tensor(numbers)
 
 
 @in_processes(2)
 def test_workers_draw_differently(folder: Path) -> None:
-    """No two workers of any process draw the same random numbers; process 0's are plain torch's."""
+    """No two workers of any process draw the same numbers. Process 0's equal plain torch's."""
     torch.manual_seed(3)
     for dataset in (Draws(), range(WORKERS * 2 * num_processes())):
         plain = [batch.tolist() for batch in DataLoader(dataset, batch_size=1, num_workers=WORKERS, collate_fn=draw)]
@@ -289,7 +289,7 @@ def write_numbers(path: Path, size: int, start: int = 0) -> tuple[Path, list[int
     ],
 )
 def test_a_stream_on_one_process(test, tmp_path: Path) -> None:
-    """Workers alone have to share a stream out, too."""
+    """Workers alone divide a stream too."""
     test.body(tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_a_stream_on_one_process(test, tmp_path: Path) -> None:
 def test_who_is_known_to_divide_is_not_skipped_through(
     module: str, attributes: dict, told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A library that reads rank and worker itself is taken at its word; anyone else's is told how to say so."""
+    """A library known to read rank and worker is trusted. For others, a message says how to declare it."""
     stream = type("Source", (Range,), {"__module__": module, **attributes})(8)
     loader = prepare_loader(DataLoader(stream, batch_size=4), rank=1, world_size=2, device=None)
     own = [portion.batch.tolist() for portion in loader._read(0)]
@@ -311,7 +311,7 @@ def test_who_is_known_to_divide_is_not_skipped_through(
 
 
 class BeginsAgain(IterableDataset):
-    """0 … size-1; asked once more after its end, it begins again."""
+    """A stream of 0 … size-1 that starts again if it is asked after its end."""
 
     def __init__(self, size: int) -> None:
         self.size, self.next = size, 0
@@ -330,7 +330,7 @@ class BeginsAgain(IterableDataset):
 @pytest.mark.parametrize("size", [7, 8, 10])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stream_that_has_ended_is_not_asked_again(size: int, rank: int) -> None:
-    """As in plain torch: one that would begin again gives each sample once, to several processes too."""
+    """A stream that would start again gives each sample once, as in plain torch, also on several processes."""
     found = []
     for stream in (BeginsAgain(size), Range(size)):
         loader = prepare_loader(DataLoader(stream, batch_size=2), rank=rank, world_size=2, device=None)
@@ -339,7 +339,7 @@ def test_a_stream_that_has_ended_is_not_asked_again(size: int, rank: int) -> Non
 
 
 def test_same_draws_disturb_nobody() -> None:
-    """Inside, the numbers depend on the seed alone; outside, they are as if nothing had been drawn."""
+    """Inside, numbers depend on the seed only. Outside, they are as though nothing was drawn."""
     everyone = (random.random, np.random.random, lambda: torch.rand(()).item())
 
     def run(inside) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""The demo's model: causal, learns, and writes the same bytes for the same seed."""
+"""The demo's model is causal, learns, and writes the same bytes for the same seed."""
 
 import math
 
@@ -36,10 +36,10 @@ def test_later_bytes_never_change_earlier_logits(model: GPT) -> None:
 
 
 def test_sees_where_bytes_stand(model: GPT) -> None:
-    """The rotation tells positions apart: the order of earlier bytes reaches the last logit."""
+    """Positions matter: the order of earlier bytes reaches the last logit."""
     with torch.no_grad():
         for block in model.blocks:
-            nn.init.normal_(block.query_key_value.weight, std=0.5)  # fresh weights attend too evenly to see it
+            nn.init.normal_(block.query_key_value.weight, std=0.5)  # fresh weights attend too evenly to show it
         ab, ba = model(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1]
     assert (ab - ba).abs().max() > 1e-3
 
@@ -59,7 +59,7 @@ def test_learns_a_repeating_text_in_twenty_steps(model: GPT) -> None:
 
 
 def test_loss_is_one_fp32_mean_for_each_block(model: GPT) -> None:
-    """Each block's loss is the mean of its own bytes, in fp32 also where the model computes in bf16."""
+    """Each block's loss is the mean over its own bytes, in fp32 even if the model computes in bf16."""
     ids = torch.randint(256, (2, 16))
     logits = model.bfloat16()(ids)
     loss = next_byte_loss(logits, ids)
@@ -70,7 +70,7 @@ def test_loss_is_one_fp32_mean_for_each_block(model: GPT) -> None:
 
 
 def test_generate_continues_the_prompt_and_repeats_with_the_seed(model: GPT) -> None:
-    """The prompt stays, exactly `count` bytes follow, past the block's length too; only the seed changes them."""
+    """The prompt stays and exactly `count` bytes follow, also past the block's length. Only the seed changes them."""
     prompt = torch.tensor([[1, 2, 3]])
     longest = 0
 
@@ -89,7 +89,7 @@ def test_generate_continues_the_prompt_and_repeats_with_the_seed(model: GPT) -> 
 
 
 def test_generate_with_one_candidate_is_greedy(model: GPT) -> None:
-    """`top_k=1` takes the likeliest byte at each place."""
+    """`top_k=1` takes the most likely byte at each position."""
     written = generate(model, torch.tensor([[65]]), 5, block=TINY.block, top_k=1)
     assert written[0, 1:].equal(model(written)[0, :-1].argmax(-1))
 

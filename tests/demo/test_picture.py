@@ -1,4 +1,4 @@
-"""The picture of a run: a valid PNG of the promised size, and the numbers behind it."""
+"""The plot of a run: a valid PNG of the promised size, and its numbers."""
 
 import builtins
 import csv
@@ -19,7 +19,7 @@ def rows(folder: Path) -> list[list[str]]:
 
 
 def test_picture_is_a_png_of_1600_by_1200(tmp_path: Path) -> None:
-    """The header of the file says PNG and the size that the docstring promises."""
+    """The file's header says PNG and the size that the docstring promises."""
     pytest.importorskip("matplotlib", reason="the picture needs the extra `pictures`")
     message = save_curves(tmp_path, LOSSES, RATES, held_out=4.2)
     header = (tmp_path / "curves.png").read_bytes()[:24]
@@ -29,7 +29,7 @@ def test_picture_is_a_png_of_1600_by_1200(tmp_path: Path) -> None:
 
 
 def test_one_step_can_be_drawn(tmp_path: Path) -> None:
-    """The shortest run has a picture too."""
+    """The shortest run has a plot too."""
     pytest.importorskip("matplotlib", reason="the picture needs the extra `pictures`")
     save_curves(tmp_path, [8.0], [1e-3], held_out=8.0)
     assert (tmp_path / "curves.png").stat().st_size > 0
@@ -48,7 +48,7 @@ def test_numbers_are_written_in_full(tmp_path: Path) -> None:
 def test_without_matplotlib_the_numbers_stay_and_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing extra costs the picture alone."""
+    """Without matplotlib only the plot is missing, and the message names what to install."""
     real = builtins.__import__
 
     def without_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def test_without_matplotlib_the_numbers_stay_and_the_message_says_what_to_instal
 
 
 def test_no_label_covers_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The legend is above the axes, and the number of the held-out text beside them, wherever the curve is."""
+    """The legend is above the axes, and the held-out text's number next to them, wherever the curve is."""
     pytest.importorskip("matplotlib", reason="the picture needs the extra `pictures`")
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation

@@ -1,4 +1,4 @@
-"""The demo's text: the same on every call, split by file, cut into blocks without loss."""
+"""The demo's text is the same on every call, split by file, and cut into blocks without loss."""
 
 import sysconfig
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_two_readings_are_equal_and_as_long_as_asked() -> None:
 
 
 def test_order_of_the_folder_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order comes from the files' names, not from where they lie or how the file system lists them."""
+    """The order depends on the files' names, not on their folder or the file system's order."""
     texts = []
     for folder, names in (("one", "abcdef"), ("two", "fedcba")):
         root = tmp_path / folder
@@ -33,7 +33,7 @@ def test_order_of_the_folder_does_not_matter(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_file_is_in_both_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of which the held-out text took only a part gives nothing to the training text."""
+    """A file that the held-out text uses in part gives nothing to the training text."""
     for name in "abcdef":
         (tmp_path / f"{name}.py").write_text(name * 10)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
@@ -44,7 +44,7 @@ def test_no_file_is_in_both_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_installed_packages_and_tests_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the library itself is text: what a user installed would make two machines' runs differ."""
+    """Only the standard library is text, because installed packages would make two machines' runs differ."""
     for file in ("a.py", "b.py", "site-packages/x.py", "test/x.py", "json/tests/x.py", "notes.txt"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("x" if "x.py" in file else file[0])
@@ -53,7 +53,7 @@ def test_installed_packages_and_tests_are_left_out(tmp_path: Path, monkeypatch: 
 
 
 def test_an_interpreter_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python whose library comes compiled gets a sentence that says what to run instead."""
+    """A Python whose library is compiled gives an error that says what to run instead."""
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(MachineError, match="that includes its standard library"):
         read_text()

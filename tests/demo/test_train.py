@@ -1,4 +1,4 @@
-"""The demo's script, run for real: it learns, and leaves everything that it promises, however it is started."""
+"""The demo's script, run for real, learns and leaves all promised files, however it is started."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ WAYS = {
 def test_counts_are_at_least_one(
     count: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A number of steps that is none is a usage error, not a traceback from inside the loop."""
+    """A number of steps below one is a usage error, not a traceback from inside the loop."""
     monkeypatch.setattr(sys, "argv", ["train.py", f"--steps={count}"])
     with pytest.raises(SystemExit, match="2"):
         train.read_arguments()
@@ -45,7 +45,7 @@ def test_counts_are_at_least_one(
 def test_fewer_steps_than_one_accumulation_are_refused(
     run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path
 ) -> None:
-    """They would train nothing, and the curves would show nothing."""
+    """Fewer steps than one accumulation window are refused, because they train nothing."""
     command = [sys.executable, *DEMO, "--cpu", "--num_processes=2", "--gradient_accumulation_steps=16", "--", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **forked_workers}
     done = run_launcher(command, seconds=200, cwd=tmp_path, env=environment)
@@ -65,7 +65,7 @@ def test_script_leaves_weights_curves_and_a_sample(
     forked_alone: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Weights load into the plain module and give the loss that was printed; one row of the table for each step."""
+    """Weights load into the plain module and give the printed loss. The table has one row for each step."""
     forks = forked_alone if way == "python" else forked_workers
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **forks}
     command = [sys.executable, *WAYS[way], *SMALL]

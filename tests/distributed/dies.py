@@ -1,7 +1,7 @@
-"""A training of three processes, of which one kills itself: PATH PLACE FOLDER RANK [SECONDS].
+"""Trains on three processes, of which one kills itself: PATH PLACE FOLDER RANK [SECONDS].
 
-The environment describes the group; no launcher watches. The process dies at the first PLACE that comes SECONDS after
-the start of its training.
+The environment describes the group, and no launcher watches. The process dies at the first PLACE that is reached
+SECONDS after the start of its training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_plugin.utils import ProjectConfiguration
 
 
 def main(path: str, place: str, folder: str, victim: str, seconds: str = "0") -> None:
-    """Train until all have ended."""
+    """Train until all processes have ended."""
     dies = os.environ["RANK"] == victim
     began, files = time.monotonic(), 0
 

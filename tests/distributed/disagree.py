@@ -1,4 +1,4 @@
-"""A process of a training script of two processes that do not agree: FOLDER PATH:HOW RANK."""
+"""One process of a two-process training script whose processes disagree: FOLDER PATH:HOW RANK."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero_plugin.tracking import GeneralTracker
 
 
 def script(folder: Path, path: str, how: str, rank: int) -> None:
-    """Train two steps together, then each process goes its own way."""
+    """Train two steps together. Then each process makes its own calls."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = f"file://{folder}/{path}-{how}.store"
     limit = timedelta(seconds=10 if how == "overdue" else 60)
@@ -137,7 +137,7 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     elif how == "flushes":
         accelerator.init_trackers("run")
         pauses = [3.0]
-        os.fsync = lambda _: time.sleep(pauses.pop() if pauses else 0)  # the save goes on when the mistake is found
+        os.fsync = lambda _: time.sleep(pauses.pop() if pauses else 0)  # the save continues when the mistake is found
         accelerator.save_state(folder / "behind", asynchronous=True)
         gather_alone()
     elif how in HEALTHY:
@@ -161,11 +161,11 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
             accelerator.wait_for_everyone()
 
 
-# ---- what a script may do for three seconds before a collective call, which comes where it yields ------------------
+# ---- What a script may do for three seconds before a collective call, made at the yield ------------------------------
 
 
 def sends(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A send on the group of all, received after the call."""
+    """Send in the group of all processes. The message is received after the call."""
     if accelerator.is_main_process:
         yield
         dist.recv(torch.ones(1), 1)
@@ -178,7 +178,7 @@ def sends(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Ite
 
 
 def own_group(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A sum in a group of the script's own, which one process begins before the call, and the other after it."""
+    """Sum in a group of the script's own. One process starts the sum before the call, the other after it."""
     group, numbers = dist.new_group(), torch.ones(1)
     if accelerator.is_main_process:
         yield
@@ -191,7 +191,7 @@ def own_group(accelerator: Accelerator, model: torch.nn.Module, folder: Path) ->
 
 
 def uneven(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """More backwards on one process, joined by the other."""
+    """Run more backwards on one process; the other joins."""
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for _ in range(1 if accelerator.is_main_process else 3):
             accelerator.backward(model(torch.ones(2, 4)).square().sum())
@@ -201,7 +201,7 @@ def uneven(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> It
 
 
 def goes_first(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A download on the main process, say."""
+    """Let the main process go first, as for a download."""
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(3)
@@ -209,7 +209,7 @@ def goes_first(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -
 
 
 def imports(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A module that takes long."""
+    """Import a module that takes long."""
     if not accelerator.is_main_process:
         (folder / "slow_module.py").write_text("import time\ntime.sleep(3)\n")
         sys.path.insert(0, str(folder))
@@ -218,7 +218,7 @@ def imports(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> I
 
 
 def saves(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A `torch.save` by hand, to a slow disk: a pipe that is read after three seconds."""
+    """Run `torch.save` by hand to a slow disk, simulated by a pipe that is read after three seconds."""
     if not accelerator.is_main_process:
         pipe = folder / "pipe"
         os.mkfifo(pipe)
@@ -228,7 +228,7 @@ def saves(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Ite
 
 
 def compiles(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A C++ op, by a compiler that takes long, and fails."""
+    """Compile a C++ op with a compiler that takes long and fails."""
     if not accelerator.is_main_process:
         compiler = folder / "compiler"
         compiler.write_text("#!/bin/sh\nsleep 3\nexit 1\n")
@@ -242,7 +242,7 @@ def compiles(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> 
 
 
 def stops(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
-    """A process that is stopped by a signal, and continued."""
+    """Stop the process by a signal, and continue it."""
     if not accelerator.is_main_process:
         subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -253,14 +253,14 @@ HEALTHY = {"healthy": (sends, own_group, uneven, goes_first), "busy": (imports, 
 
 
 def gathered(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """All parameters of a model at stage 3, as DeepSpeed offers it to scripts."""
+    """Gather all stage-3 parameters with DeepSpeed's function for scripts."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 class Branches(torch.nn.Module):
-    """The main process goes through one layer, the others through another."""
+    """A model whose main process uses one layer and whose other processes use another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Branches(torch.nn.Module):
 
 
 class Notes(GeneralTracker):
-    """Writes what it was given when it is finished, and not before."""
+    """A tracker that writes its values only when it is finished."""
 
     name = "notes"
     requires_logging_directory = False

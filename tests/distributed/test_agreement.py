@@ -1,4 +1,4 @@
-"""Processes that do not make the same collective calls are told so within seconds, each with its line."""
+"""Processes that make different collective calls get an error within seconds, each with its line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1
 
 @dataclass(frozen=True)
 class Ended:
-    """How the two processes of a script ended: exit codes, None for one that had to be killed, and their output."""
+    """The end of a script's two processes: exit codes (None if killed by the test) and output."""
 
     codes: list[int | None]
     outputs: list[str]
@@ -26,7 +26,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts of all tests that are asked for run once, at the same time."""
+    """Run the scripts of all selected tests once, at the same time."""
     folder = tmp_path_factory.mktemp("agreement")
     here = [item for item in request.session.items if item.path == Path(__file__)]
     scripts = sorted({item.callspec.params["script"] for item in here}, key=lambda name: not name.endswith(":overdue"))
@@ -37,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for rank, name in enumerate(names):
             processes[name] = start_script(SCRIPT, folder, script, rank, log=folder / f"{name}.log")
         if script.endswith(":overdue"):
-            # Its time-out is short from the beginning: what the others load must not make its first calls late.
+            # The time-out is short from the start, so imports of the other process must not delay its first calls.
             wait_until(lambda names=names: all((folder / f"{name}.trained").exists() for name in names), seconds=120)
     started = list(processes.values())
     ended = wait_for_ends(started, lambda _: time.monotonic() > deadline)
@@ -47,14 +47,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ended(folder: Path, script: str) -> Ended:
-    """How a script ended."""
+    """Return how a script ended."""
     codes = json.loads((folder / "codes.json").read_text())
     names = [f"{script.replace(':', '-')}-{rank}" for rank in range(2)]
     return Ended([codes[name] for name in names], [(folder / f"{name}.log").read_text() for name in names])
 
 
 def line_of(text: str, occurrence: int = 0) -> str:
-    """`file:line` where the script says `text`."""
+    """Return the `file:line` at which the script contains `text`."""
     found = [number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if text in line]
     return f"{SCRIPT}:{found[occurrence]}"
 
@@ -69,7 +69,7 @@ def line_of(text: str, occurrence: int = 0) -> str:
     ],
 )
 def test_a_long_call_on_one_process_is_an_error_of_the_script(folder: Path, script: str, call: str) -> None:
-    """The classic mistake, `if accelerator.is_main_process:`: a LoopError with both places and what to write."""
+    """A long call inside `if accelerator.is_main_process:` raises a LoopError with both places and the fix."""
     run = ended(folder, script)
     assert run.codes[0] == 1
     assert "LoopError" in run.outputs[0]
@@ -82,7 +82,7 @@ def test_a_long_call_on_one_process_is_an_error_of_the_script(folder: Path, scri
 
 @pytest.mark.parametrize(("script", "call"), [("ddp:gather_alone", "gather"), ("ddp:wait_alone", "wait_for_everyone")])
 def test_a_short_call_on_one_process_ends_it(folder: Path, script: str, call: str) -> None:
-    """It sits in an operation that nothing interrupts: the same sentence is printed, and the exit code is 1."""
+    """A process in an operation that cannot be interrupted prints the same sentence and exits with 1."""
     run = ended(folder, script)
     assert run.codes[0] == 1
     assert f"zero_plugin: error: process 0 is in {call}()" in run.outputs[0]
@@ -92,7 +92,7 @@ def test_a_short_call_on_one_process_ends_it(folder: Path, script: str, call: st
 
 @pytest.mark.parametrize("script", ["ddp:long_calls"])
 def test_different_long_calls(folder: Path, script: str) -> None:
-    """`get_state_dict` here and `save_model` there: both are told, as errors of the script."""
+    """`get_state_dict` here and `save_model` there raise errors that name both."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     for output in run.outputs:
@@ -104,7 +104,7 @@ def test_different_long_calls(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:short_calls"])
 def test_different_short_calls(folder: Path, script: str) -> None:
-    """`gather` here and `reduce` there: whoever finds it first says both, and both end."""
+    """`gather` here and `reduce` there: the first process to notice reports both calls, and both processes end."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert any("gather()" in output and "reduce()" in output for output in run.outputs)
@@ -112,7 +112,7 @@ def test_different_short_calls(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:leaves"])
 def test_a_process_that_ended(folder: Path, script: str) -> None:
-    """One that ran off its end is met at its end_training; neither waits for the time-out, and neither exits with 0."""
+    """A process that ran off its end is detected by the other. Neither waits for the time-out or exits with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "process 0 is in gather()" in run.outputs[0] + run.outputs[1]
@@ -121,7 +121,7 @@ def test_a_process_that_ended(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:fails"])
 def test_a_process_that_failed(folder: Path, script: str) -> None:
-    """Its own error is its own; the other says that it failed, and where it was last."""
+    """A failed process keeps its own error. The other one reports the failure and the last known place."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "ValueError: the script's own error" in run.outputs[1]
@@ -130,7 +130,7 @@ def test_a_process_that_failed(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:memory"])
 def test_a_process_that_ran_out_of_memory(folder: Path, script: str) -> None:
-    """The other one sits in a backward, which nothing interrupts, and ends while this one still lives."""
+    """The other process ends, even in an uninterruptible backward, while the out-of-memory process still lives."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert run.outputs[1].count("CPU memory ran out on rank 1, in the forward") == 1
@@ -139,7 +139,7 @@ def test_a_process_that_ran_out_of_memory(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:more_steps"])
 def test_more_steps_on_one_process(folder: Path, script: str) -> None:
-    """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""
+    """A loop that ends earlier on one process meets the other's backward, which is an error and not an exit with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     left = f"process 0 is in end_training() (its end), after sys.exit(0) at {line_of('sys.exit(0)')}"
@@ -149,7 +149,7 @@ def test_more_steps_on_one_process(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:raises_exit"])
 def test_an_exit_that_left_no_note(folder: Path, script: str) -> None:
-    """`raise SystemExit(3)` is neither the script's last line nor an exit with code 0, and is not said to be."""
+    """`raise SystemExit(3)` is not reported as the script's last line, nor as an exit with code 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     left = "process 0 is in end_training() (its end), after the end of its script (its last line, quit() or SystemExit"
@@ -159,7 +159,7 @@ def test_an_exit_that_left_no_note(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:breaks"])
 def test_a_loop_that_one_process_left(folder: Path, script: str) -> None:
-    """The call that the next loop makes is not the script's, so nothing is said of `if is_main_process`."""
+    """A call that the next loop makes is not the script's, so the message does not mention `if is_main_process`."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     said = run.outputs[0]
@@ -172,7 +172,7 @@ def test_a_loop_that_one_process_left(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:late"])
 def test_a_late_process_is_named_and_waited_for(folder: Path, script: str) -> None:
-    """Merely late, before a long call and before a short one: a warning with its place, and all goes on."""
+    """A late process gives a warning with its place, before long and short calls, and the run continues."""
     run = ended(folder, script)
     assert run.codes == [0, 0]
     for call in ("get_state_dict", "gather"):
@@ -183,7 +183,7 @@ def test_a_late_process_is_named_and_waited_for(folder: Path, script: str) -> No
 
 @pytest.mark.parametrize("script", ["ddp:overdue"])
 def test_a_meeting_ends_with_the_time_out(folder: Path, script: str) -> None:
-    """A process that is busy elsewhere for longer, or was killed, is named then; nobody waits for ever."""
+    """A process that is busy elsewhere for too long, or was killed, is named at the time-out, so none waits forever."""
     run = ended(folder, script)
     assert run.codes[0] == 1
     assert "LoopError" in run.outputs[0]
@@ -194,7 +194,7 @@ def test_a_meeting_ends_with_the_time_out(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:vanishes"])
 def test_a_process_that_ended_without_a_word(folder: Path, script: str) -> None:
-    """`os._exit(0)`, or a signal: nothing is told of it, but its process id is gone."""
+    """A process that ended by `os._exit(0)` or a signal is detected by its missing process id."""
     run = ended(folder, script)
     assert run.codes == [1, 0]
     assert "LoopError" in run.outputs[0]
@@ -204,7 +204,7 @@ def test_a_process_that_ended_without_a_word(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:flushes"])
 def test_what_can_be_kept_is_kept(folder: Path, script: str) -> None:
-    """Where the check ends a process, its trackers are finished, and a save in the background is completed before."""
+    """If the check ends a process, its trackers are finished and its asynchronous save is completed first."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "zero_plugin: error: process 0 is in gather()" in run.outputs[0]
@@ -214,7 +214,7 @@ def test_what_can_be_kept_is_kept(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:healthy"])
 def test_what_a_script_does_by_itself_ends_nothing(folder: Path, script: str) -> None:
-    """Operations of torch's that are none of our calls, and work of one process alone: a warning at most."""
+    """Operations of torch that are not our calls, and work of one process alone, give a warning at most."""
     run = ended(folder, script)
     assert run.codes == [0, 0], run.outputs
     for step in ("sends", "own_group", "uneven", "goes_first"):
@@ -224,7 +224,7 @@ def test_what_a_script_does_by_itself_ends_nothing(folder: Path, script: str) ->
 
 @pytest.mark.parametrize("script", ["ddp:branches"])
 def test_branches_that_differ_end_nothing(folder: Path, script: str) -> None:
-    """Both have made the same backward, whichever of the parameters it came to here."""
+    """Different branches are no error: both processes made the same backward, whichever parameters it reached."""
     run = ended(folder, script)
     assert run.codes == [0, 0], run.outputs
     assert "process 1 has waited in gather()" in run.outputs[1]
@@ -232,7 +232,7 @@ def test_branches_that_differ_end_nothing(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["zero3:evaluates"])
 def test_an_evaluation_alone_ends_nothing(folder: Path, script: str) -> None:
-    """At stage 3, with gathered weights: forwards that no other process makes, and that need none."""
+    """Evaluation on one process is no error at stage 3 with gathered weights, whose forwards need no other process."""
     run = ended(folder, script)
     assert run.codes == [0, 0], run.outputs
     assert "process 1 has waited in wait_for_everyone()" in run.outputs[1]
@@ -240,7 +240,7 @@ def test_an_evaluation_alone_ends_nothing(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:busy"])
 def test_who_imports_compiles_or_saves_is_not_late(folder: Path, script: str) -> None:
-    """Not a word of it, however long it takes; but who compiles says so itself."""
+    """A process that imports or saves gives no message, however long it takes. One that compiles prints its own."""
     run = ended(folder, script)
     assert run.codes == [0, 0], run.outputs
     for step in ("imports", "saves", "compiles"):
@@ -250,12 +250,12 @@ def test_who_imports_compiles_or_saves_is_not_late(folder: Path, script: str) ->
 
 @pytest.mark.parametrize("script", ["ddp:busy"])
 def test_a_process_that_is_stopped(folder: Path, script: str) -> None:
-    """By SIGSTOP or a debugger: it is late, and the warning says why; it goes on, and has not waited meanwhile."""
+    """A process stopped by SIGSTOP or a debugger is reported as late, with the reason, and continues afterwards."""
     run = ended(folder, script)
     assert "its process is stopped" in during("stops", run.outputs[0])
     assert "has waited" not in during("stops", run.outputs[1])
 
 
 def during(step: str, output: str) -> str:
-    """What a healthy script's process has said while it did that."""
+    """Return a healthy script's messages during that action."""
     return output.partition(f"== {step}\n")[2].partition("== ")[0]

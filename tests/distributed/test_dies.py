@@ -1,4 +1,4 @@
-"""A process that dies without a word, and without a launcher: the others end within seconds, and name it."""
+"""A process that dies silently and without a launcher: the others end within seconds and name it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from launching import find_free_port, start_script, wait_for_ends
 
 SCRIPT = Path(__file__).parent / "dies.py"
 WORLD = 3
-BOUND_S = 10.0  # on a machine that does nothing else
+BOUND_S = 10.0  # on an idle machine
 WAITED_S = 60.0
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
-# Of a loop and of a save; process 0 holds the store. "prepare" is before the first tick of the dying process, which
-# nobody noticed while a process published its id at its first tick.
+# In a loop and in a save. Process 0 holds the store. "prepare" is before the dying process's first tick. This death
+# went unnoticed while a process published its id only at its first tick.
 PLACES = {
     "prepare": 1,
     "forward": 2,
@@ -38,7 +38,7 @@ PLACES = {
 
 
 class Survivor(NamedTuple):
-    """How another process ended: seconds after the death, None if it had to be killed, its code and its output."""
+    """The end of another process: seconds after the death (None if killed by the test), exit code, and output."""
 
     seconds: float | None
     code: int | None
@@ -46,7 +46,7 @@ class Survivor(NamedTuple):
 
 
 def die(folder: Path, path: str, place: str, victim: int, seconds: int) -> list[Survivor]:
-    """Start the processes, wait for the death, and see how the others end."""
+    """Start the processes, wait for the death, and return how the others end."""
     folder.mkdir()
     group = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
     group["MASTER_PORT"] = str(find_free_port())
@@ -81,7 +81,7 @@ def cases() -> Iterator[object]:
 def survivors(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, int, int], list[Survivor]]:
-    """Of all deaths that are asked for, a few at a time: mostly the processes wait."""
+    """Run all selected deaths, a few at a time, since the processes mostly wait."""
     folder = tmp_path_factory.mktemp("dies")
     here = [item for item in request.session.items if item.path == Path(__file__)]
     asked = sorted({item.callspec.params["case"] for item in here})
@@ -94,7 +94,7 @@ def survivors(
 def test_the_others_end_and_name_it(
     case: tuple[str, str, int, int], survivors: dict[tuple[str, str, int, int], list[Survivor]]
 ) -> None:
-    """Whatever they wait for: torch's operation, each other in the store, or a store that has ended too."""
+    """The others end and name the dead process, whether they wait in torch, in the store, or for a dead store."""
     for survivor in survivors[case]:
         assert survivor.code == 1, survivor.output
         assert f"process {case[2]}" in survivor.output, survivor.output

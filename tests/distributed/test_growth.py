@@ -1,4 +1,4 @@
-"""How many requests the processes of a run make of the store they share: for a thousand ranks as for two, few each."""
+"""The number of store requests of a run: few per process, for a thousand ranks as for two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLDS = (2, 8, 64, 256, pytest.param(1024, marks=pytest.mark.campaign))
 
 
 class Counted:
-    """A store in memory that counts the requests of all ranks."""
+    """An in-memory store that counts the requests of all ranks."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Counted:
 
 
 def run_ranks(world: int, rank_of: Callable[[int], None]) -> None:
-    """Each rank in a thread."""
+    """Run each rank in a thread."""
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
@@ -62,7 +62,7 @@ def _at_an_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_joining(world: int) -> None:
-    """Four requests of each, and as many looks as a thousand a second while the last one is late."""
+    """Joining takes four requests a rank, and up to a thousand polls a second in total while the last rank is late."""
     store, began = Counted(), time.monotonic()
 
     def join(rank: int) -> None:
@@ -74,14 +74,14 @@ def test_joining(world: int) -> None:
     run_ranks(world, join)
     seconds = time.monotonic() - began
     looks = store.requests.pop("check")
-    assert store.total == 3 * world + 1  # size, rank, count; and the last one's word that all are there
-    # At first a process looks sooner, before it knows that it waits.
+    assert store.total == 3 * world + 1  # size, rank, count; and the last rank's notice that all have joined
+    # The first poll of a process comes sooner, before it knows that it waits.
     assert looks <= (20 if world < 100 else 10) * world + joining.STORE_VISITS * seconds
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_rank_is_missing(world: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of all that wait one asks who is missing, each time that it is worth a message."""
+    """Only one of all waiting ranks asks which ranks are missing, once per message."""
     monkeypatch.setattr(joining, "_FIRST_PAUSE", 0.3)
     monkeypatch.setattr(joining, "_missing", lambda store, world: store.get("asked") and "rank 0")
     store = Counted()
@@ -99,7 +99,7 @@ def test_one_rank_is_missing(world: int, monkeypatch: pytest.MonkeyPatch, caplog
 
 @contextmanager
 def checks(store: Counted, world: int) -> Iterator[list[CollectiveCheck]]:
-    """One for each rank, whose threads sleep."""
+    """Create one check per rank, with sleeping threads."""
     made = [CollectiveCheck(store, rank, world, Patience(tick=3600.0)) for rank in range(world)]
     try:
         yield made
@@ -112,7 +112,7 @@ def checks(store: Counted, world: int) -> Iterator[list[CollectiveCheck]]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_round_of_looks(world: int) -> None:
-    """All but one wait in a call: each asks whether it is the one to look, and one reads where the others are."""
+    """All ranks but one wait in a call. Each asks whether to poll, and one reads the others' places."""
     store = Counted()
     with checks(store, world) as made:
         for check in made:
@@ -129,7 +129,7 @@ def test_a_round_of_looks(world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_meeting_in_a_call(world: int) -> None:
-    """One count of each rank where all come at once, and at most a thousand looks a second for one that is late."""
+    """Each rank counts once if all come together. A late rank costs at most a thousand polls a second."""
     store, began = Counted(), time.monotonic()
     with checks(store, world) as made:
 

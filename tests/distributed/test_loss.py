@@ -1,4 +1,4 @@
-"""A process that is lost takes the others with it, unless they are ending by themselves."""
+"""A lost process ends the others, unless they are already ending."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_plugin.distributed.rank_progress import RankProgress, begin_progress, 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What processes were ended with."""
+    """Record the exit codes that processes were ended with."""
     ended: list[str] = []
     monkeypatch.setattr(agreement, "end_process", ended.append)
     return ended
@@ -29,7 +29,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def lose(ended: list[str]) -> Callable[[float], CollectiveCheck]:
-    """Process 0, which hears that process 1 is lost and gives the launcher so many seconds."""
+    """Simulate process 0 when it hears that process 1 is lost. The launcher gets the given seconds."""
 
     def lose(seconds: float) -> CollectiveCheck:
         store = dist.HashStore()
@@ -42,7 +42,7 @@ def lose(ended: list[str]) -> Callable[[float], CollectiveCheck]:
 
 
 def test_it_ends_with_the_lost_one(lose: Callable[[float], CollectiveCheck], ended: list[str]) -> None:
-    """Where no launcher did so in time, with what the lost one has said."""
+    """The process ends with the lost one's message if no launcher did so in time."""
     watching, deadline = lose(0.05), time.monotonic() + 10
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -51,13 +51,13 @@ def test_it_ends_with_the_lost_one(lose: Callable[[float], CollectiveCheck], end
 
 
 def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], CollectiveCheck], ended: list[str]) -> None:
-    """Its watch was stopped while it waited: it may be in the midst of its own report."""
+    """A process that is already ending is left alone: its watch stopped meanwhile, and it may be writing a report."""
     lose(60).stop()
     assert ended == []
 
 
 def test_who_holds_the_store_ends_after_the_others_have_read_why(ended: list[str]) -> None:
-    """Two ticks later: they look once in a tick, and the store ends with this process."""
+    """The store's holder ends two ticks late, since the others poll the reason from the store once a tick."""
     store = dist.HashStore()
     watching = CollectiveCheck(store, 0, 2, Patience(tick=0.3, asks=0.1))
     publish(store, 1, replace(begin_progress(), passes=5))
@@ -84,7 +84,7 @@ class Ended:
 
 @pytest.mark.parametrize("has_said_why", [True, False])
 def test_what_is_said_of_a_lost_process(has_said_why: bool, ended: list[str]) -> None:
-    """Why it ended, if it has published that; and no place that is as old as the run, if the store is gone."""
+    """The message gives the published reason. If the store is gone, it gives no place as old as the run."""
     store = dist.HashStore()
     watching = CollectiveCheck(store, 1, 2, Patience(tick=0.1, asks=60))
     publish(store, 0, replace(begin_progress(), line="train.py:34", gone=True))
@@ -105,7 +105,7 @@ def test_what_is_said_of_a_lost_process(has_said_why: bool, ended: list[str]) ->
 
 
 def test_the_holder_of_the_store_is_named_when_another_survivor_has_ended_before(ended: list[str]) -> None:
-    """Process 0 dies, process 2 ends by that, and only then process 1 asks: of two that are gone, it knows no order."""
+    """If process 0 dies and process 2 follows, process 1 names the store's holder, since their order is unknown."""
     store = dist.HashStore()
     watching = CollectiveCheck(store, 1, 3, Patience(tick=0.1, asks=60))
     for rank in (0, 2):
@@ -129,7 +129,7 @@ def ended_process() -> int:
 
 
 def test_a_process_is_known_from_its_beginning() -> None:
-    """Before its first tick: others see that it is gone by the process id that it has published."""
+    """A process that ended before its first tick is detected by its published process id."""
     store = dist.HashStore()
     watching = CollectiveCheck(store, 1, 2, Patience(tick=60))
     try:
@@ -139,7 +139,7 @@ def test_a_process_is_known_from_its_beginning() -> None:
 
 
 def test_one_that_ended_without_a_word_is_the_cause() -> None:
-    """Not one that has failed, which may have failed because of it."""
+    """The process that ended silently is named as the cause, not one that failed, maybe as a consequence."""
     call = Call(number=5, name="gather", passes=0)
     failed = RankProgress(calls=4, left=4, gone=True, failed=True)
     found = find_mismatch(call, {1: failed, 2: replace(failed, failed=False)})

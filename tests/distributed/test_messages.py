@@ -1,4 +1,4 @@
-"""What `show_messages` and `working` write to standard error, and when they leave it to the user's own logging."""
+"""What `show_messages` and `working` write to standard error, and when the user's own logging takes over."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ from zero_plugin.distributed.messages import once, show_messages, working
 
 @contextmanager
 def without_handlers():
-    """The loggers of a program that has not set up logging; pytest puts handlers of its own on the root logger."""
+    """Remove all handlers, as in a program without logging setup. pytest adds some to the root logger."""
     loggers = [logging.getLogger(), logging.getLogger("zero_plugin")]
     before = [(logger.handlers, logger.level) for logger in loggers]
     for logger in loggers:
@@ -36,7 +36,7 @@ def without_handlers():
 
 
 def test_once_is_by_object_and_key():
-    """Another object says the same again, as a new Accelerator does; an object that has said something is freed."""
+    """A message appears once per object and key. A new object repeats it, and a used object can be freed."""
     first, second = threading.Event(), threading.Event()
     assert [once(first, "a"), once(first, "a"), once(first, "b"), once(second, "a")] == [True, False, True, True]
     freed = weakref.ref(first)
@@ -45,7 +45,7 @@ def test_once_is_by_object_and_key():
 
 
 def log_each_level():
-    """One message at each level, from a module of the package."""
+    """Log one message at each level, from a module of the package."""
     logger = logging.getLogger("zero_plugin.launch.engine")
     for level in ("debug", "info", "warning", "error"):
         getattr(logger, level)("a %s", level)
@@ -53,7 +53,7 @@ def log_each_level():
 
 @without_handlers()
 def test_the_level_is_written_from_a_warning_on(capsys):
-    """Messages follow the prefix; warnings and errors name their level, and debug messages are left out."""
+    """Messages follow the prefix. Warnings and errors name their level, and debug messages are left out."""
     show_messages()
     log_each_level()
     assert (
@@ -63,7 +63,7 @@ def test_the_level_is_written_from_a_warning_on(capsys):
 
 @without_handlers()
 def test_quiet_leaves_warnings_and_errors(capsys):
-    """`quiet` is a level; a second call changes it and adds no second handler."""
+    """`quiet` is a level. A second call changes it and adds no second handler."""
     show_messages()
     show_messages(quiet=True, prefix="")
     log_each_level()
@@ -72,7 +72,7 @@ def test_quiet_leaves_warnings_and_errors(capsys):
 
 @without_handlers()
 def test_a_level_that_the_user_set_stays(capsys):
-    """INFO is set only where the logger has no level."""
+    """INFO is set only if the logger has no level."""
     logging.getLogger("zero_plugin").setLevel(logging.ERROR)
     show_messages()
     log_each_level()
@@ -115,7 +115,7 @@ def test_times_on_request(capsys, monkeypatch):
 
 @without_handlers()
 def test_colour_on_a_terminal(monkeypatch):
-    """On a terminal the level is in colour; the message is never broken, so that it can be copied."""
+    """On a terminal the level is coloured. The message is never wrapped, so it can be copied."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     leader, follower = pty.openpty()
@@ -130,7 +130,7 @@ def test_colour_on_a_terminal(monkeypatch):
 
 
 def wait_until(done):
-    """Until it is so; the time limit of the test ends it otherwise."""
+    """Wait until the condition is true, or the test's time limit ends it."""
     while not done():
         time.sleep(0.01)
 
@@ -141,7 +141,7 @@ def progress_threads():
 
 @contextmanager
 def terminal(monkeypatch):
-    """Standard error as a terminal of 60 columns; gives what reads all that was written to it so far."""
+    """Make standard error a terminal of 60 columns. Return a function that reads all output so far."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     leader, follower = pty.openpty()
@@ -168,7 +168,7 @@ def _soon(monkeypatch):
 
 @without_handlers()
 def test_short_work_is_silent(capsys):
-    """Nothing is shown of what takes less than the threshold, and no thread is left."""
+    """Work shorter than the threshold prints nothing, and no thread is left."""
     show_messages()
     with working("saving a", 10) as work:
         work.advance(10)
@@ -179,7 +179,7 @@ def test_short_work_is_silent(capsys):
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_long_work_is_logged_now_and_then_and_at_its_end(monkeypatch):
-    """Where there is no terminal, each line has the time, what is done, of how much, and what is left; then none."""
+    """Without a terminal, each line has time, amount done, total and rest. A line marks the end, none follows."""
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     show_messages()
     with working("saving a", 4, unit="files") as work:
@@ -191,7 +191,7 @@ def test_long_work_is_logged_now_and_then_and_at_its_end(monkeypatch):
 
 
 def test_the_page_shows_the_lines_of_a_long_save():
-    """docs/training.md prints what a log has after 20 s and at the end."""
+    """docs/training.md prints the log's lines after 20 s and at the end."""
     gib = 2**30
     work = messages.Work("saving checkpoint_3", int(48.9 * gib), "bytes", live=False, done=int(31.2 * gib))
     first = work.describe(20)
@@ -204,7 +204,7 @@ def test_the_page_shows_the_lines_of_a_long_save():
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_inner_work_is_shown_in_place_of_the_outer(monkeypatch):
-    """As soon as it is long itself; the outer one comes back."""
+    """Inner work is shown instead of the outer as soon as it is long itself. Then the outer work returns."""
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     show_messages()
     with working("outer"):
@@ -219,7 +219,7 @@ def test_inner_work_is_shown_in_place_of_the_outer(monkeypatch):
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_work_that_fails_leaves_its_error_alone(monkeypatch):
-    """No line says that it is done, and nothing more is written."""
+    """Work that fails prints no line about its end, and nothing after it."""
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     show_messages()
 
@@ -237,7 +237,7 @@ def test_work_that_fails_leaves_its_error_alone(monkeypatch):
 @pytest.mark.parametrize("how", ["quiet", "no main process"])
 @without_handlers()
 def test_nobody_else_shows_work(monkeypatch, how):
-    """Neither a run that is to be quiet, nor another process than the main one; they have no thread for it either."""
+    """A quiet run, and any process but the main one, shows no work and starts no thread for it."""
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     monkeypatch.setenv(messages.QUIET_VARIABLE, "1" if how == "quiet" else "0")
     show_messages(is_main=(lambda: False) if how != "quiet" else None)
@@ -250,7 +250,7 @@ def test_nobody_else_shows_work(monkeypatch, how):
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_the_users_logging_receives_work(caplog, monkeypatch):
-    """With a handler of the user's, lines are messages like all others, also on a terminal."""
+    """With a user's handler, progress lines are messages like all others, also on a terminal."""
     stream = io.StringIO()
     show_messages()
     logging.getLogger("zero_plugin").addHandler(logging.StreamHandler(stream))
@@ -263,7 +263,7 @@ def test_the_users_logging_receives_work(caplog, monkeypatch):
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_a_terminal_has_one_line_that_vanishes(monkeypatch):
-    """It is drawn over, cut to the width, makes way for messages, and nothing of it stays."""
+    """The line is overwritten, cut to the width, gives way to messages, and leaves no trace."""
     with terminal(monkeypatch) as read:
         show_messages()
         with working("saving " + "a" * 100):
@@ -283,7 +283,7 @@ def test_a_terminal_has_one_line_that_vanishes(monkeypatch):
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_under_a_live_display_of_rich_lines_go_above_it(monkeypatch):
-    """Two that draw would tear each other's line."""
+    """Under rich's live display lines are printed above it, since two drawers would tear each other's line."""
     from rich.console import Console
     from rich.live import Live
 
@@ -317,7 +317,7 @@ with messages.working("parent"):
 
 @pytest.mark.parametrize("how", ["exit", "at once"])
 def test_forks_and_exits_in_the_midst_of_work(how):
-    """A fork shows its own work alone, and no thread keeps a process alive or hinders its end."""
+    """A fork shows only its own work, and no thread keeps a process alive or blocks its end."""
     done = subprocess.run([sys.executable, "-c", FORK, how], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "zero_plugin: child: done in 0 s\n" in done.stderr

@@ -1,4 +1,4 @@
-"""The rule by which a run is ended, and what is known of those that are merely late."""
+"""The rule that ends a run on a mismatch, and the facts known about late processes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ HERE = replace(begin_progress(), calls=4, call="gather", left=4, passes=2)
 
 @pytest.fixture(scope="module")
 def ended_pid() -> int:
-    """Of a process that has ended, and was waited for."""
+    """Return the id of a process that has ended and was waited for."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
 
 
 def test_one_that_has_come_is_no_mismatch() -> None:
-    """In the same call, or already behind it; or before it, with as many passes."""
+    """No mismatch: the other process is in the same call, past it, or before it with as many passes."""
     for other in (replace(HERE, calls=5), replace(HERE, calls=9, call="reduce"), HERE, replace(HERE, passes=0)):
         assert find_mismatch(CALL, {1: other}) is None
 
 
 def test_another_call_of_the_same_number_is_one() -> None:
-    """Whatever the process does meanwhile."""
+    """Another call with the same number is a mismatch, whatever the process does meanwhile."""
     found = find_mismatch(CALL, {1: HERE, 3: replace(HERE, calls=5, call="reduce")})
     assert found is not None
     assert "process 3 is in reduce()" in found.text
@@ -45,25 +45,25 @@ def test_another_call_of_the_same_number_is_one() -> None:
 
 
 def test_a_pass_that_this_process_has_not_begun_is_one() -> None:
-    """But only where both have made the same calls before: else they are counted from elsewhere."""
+    """A pass that this process has not begun is a mismatch only after equal calls, because the counts must match."""
     assert "process 1 did not come: it continued" in str(find_mismatch(CALL, {1: replace(HERE, passes=3)}))
     assert find_mismatch(CALL, {1: replace(HERE, calls=3, passes=3)}) is None
 
 
 def test_who_is_gone(ended_pid: int) -> None:
-    """By its own word, or by its process id on this machine; silence alone, or a pid of another machine, is none."""
+    """A process is gone by its own notice or a missing process id on this machine, never by silence."""
     failed = find_mismatch(CALL, {1: replace(HERE, gone=True, failed=True)})
     assert failed is not None
     assert "process 1 has failed" in failed.text
-    assert failed.error().lost_peer  # by which the launcher knows that another process is the cause
+    assert failed.error().lost_peer  # tells the launcher that another process is the cause
     vanished = replace(HERE, pid=ended_pid)
     assert "process 1 has ended" in str(find_mismatch(CALL, {1: vanished}))
     assert find_mismatch(CALL, {1: replace(vanished, machine="another")}) is None
-    assert find_mismatch(CALL, {1: RankProgress()}) is None  # has said nothing yet
+    assert find_mismatch(CALL, {1: RankProgress()}) is None  # has published nothing yet
 
 
 def test_where_one_that_is_gone_was_last_seen() -> None:
-    """And what its script had done before it waited at its end."""
+    """The message says where a process that is gone was last seen, and what its script did before its end."""
     gone = find_mismatch(CALL, {1: replace(HERE, gone=True, line="train.py:7")})
     assert gone is not None
     assert "It was last seen at train.py:7." in gone.text
@@ -74,7 +74,7 @@ def test_where_one_that_is_gone_was_last_seen() -> None:
 
 
 def test_how_a_script_has_left_is_noted() -> None:
-    """The argument and the line of `sys.exit`, which Python keeps for nobody."""
+    """The argument and line of `sys.exit` are recorded, since Python does not keep them."""
     note_exits()
     with pytest.raises(SystemExit) as left:
         sys.exit(3)
@@ -83,7 +83,7 @@ def test_how_a_script_has_left_is_noted() -> None:
 
 
 def test_a_caught_exit_is_not_the_end() -> None:
-    """As of argparse or `pytest.main` in a script that continues."""
+    """A caught exit, as of argparse or `pytest.main`, is not the end of the script."""
     note_exits()
     try:
         sys.exit(5)
@@ -118,7 +118,7 @@ raise SystemExit(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "known"), [("sys.exit", "sys.exit((3, 4)) at {}:9"), ("SystemExit", "unknown")])
 def test_the_exit_that_ends_a_script_is_known(how: str, known: str, tmp_path: Path) -> None:
-    """Also through a `finally`; the exit code and what Python prints are those without the note."""
+    """The exit that ends a script is known, also through a `finally`. Exit code and Python's output do not change."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     script = str(tmp_path / "leaves.py")
     done = subprocess.run([sys.executable, script, how], capture_output=True, text=True, timeout=60)
@@ -127,7 +127,7 @@ def test_the_exit_that_ends_a_script_is_known(how: str, known: str, tmp_path: Pa
 
 
 def test_an_end_of_unknown_cause_is_not_said_to_be_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`raise SystemExit` and `quit()` leave no note, so the message names all of them and the last known line."""
+    """`raise SystemExit` and `quit()` leave no note, so the message lists them and the last known line."""
     monkeypatch.setattr(collective_check, "is_at_exit", lambda: True)
     monkeypatch.setattr(collective_check, "last_exit", lambda: "")
     monkeypatch.setattr(collective_check.dist, "is_initialized", lambda: True)
@@ -137,7 +137,7 @@ def test_an_end_of_unknown_cause_is_not_said_to_be_the_last_line(monkeypatch: py
 
 
 def test_who_is_gone_after_the_call(ended_pid: int) -> None:
-    """It had left the call, or all have come to the end together; gone in the midst of the call it is missed."""
+    """A process that ends after the call has left it or ends with all. One that is gone inside the call is missed."""
     gone = replace(HERE, calls=5, pid=ended_pid)
     assert "process 1 has ended" in str(find_mismatch(CALL, {1: gone}))
     assert find_mismatch(CALL, {1: replace(gone, left=5)}) is None
@@ -145,28 +145,28 @@ def test_who_is_gone_after_the_call(ended_pid: int) -> None:
 
 
 def test_the_first_warning_comes_after_a_minute_of_quiet() -> None:
-    """Counted from the last import, build or save that the late process has shown; and through its silence."""
+    """The first warning comes a minute after the last import, build or save that the late process reported."""
     assert Patience().late == 60
     waiting = Waiting(CALL, 60)
     waiting.seconds = 100.0
-    assert describe_late(waiting, {1: HERE})[1] == 100  # it has shown none
+    assert describe_late(waiting, {1: HERE})[1] == 100  # it has reported none
     assert describe_late(waiting, {1: replace(HERE, quiet=7.0)})[1] == 7
     waiting.seconds = 130.0
-    told, quiet = describe_late(waiting, {1: replace(HERE, quiet=7.0)})  # the same beat: no word for 30 s
+    told, quiet = describe_late(waiting, {1: replace(HERE, quiet=7.0)})  # the same tick: no report for 30 s
     assert quiet == 37
     assert "(silent for 30 s, though its process is alive)" in told
     assert describe_late(waiting, {1: replace(HERE, quiet=7.0, beat=1)})[1] == 7
 
 
 def test_a_thousand_late_processes_are_one_line() -> None:
-    """Some are named, with their lines."""
+    """A thousand late processes give one line that names some of them with their lines."""
     told, _ = describe_late(Waiting(CALL, 60), dict.fromkeys(range(1, 1000), replace(HERE, line="train.py:7")))
     assert told.count("is at train.py:7") == 4
     assert told.endswith("and 995 more")
 
 
 def test_what_is_said_of_a_process_that_is_busy() -> None:
-    """What it imports, compiles or saves."""
+    """The message names what a busy process imports, compiles or saves."""
     told, _ = describe_late(
         Waiting(CALL, 60), {1: replace(HERE, line="train.py:7", busy="compiles cpu_adam", since=9.0)}
     )
@@ -174,7 +174,7 @@ def test_what_is_said_of_a_process_that_is_busy() -> None:
 
 
 def test_the_watch_keeps_nothing_that_the_script_drops() -> None:
-    """What a function had is freed at its end, also where the watching thread has not done yet with what it saw."""
+    """A function's objects are freed at its end, even while the watching thread still reads what it saw."""
 
     class Model:
         pass

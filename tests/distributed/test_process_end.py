@@ -1,4 +1,4 @@
-"""A process that has to end does so, whatever has become of its output."""
+"""A process that must end does so, whatever the state of its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fail() -> None:
 
 
 def end_in_a_thread() -> None:
-    """As the thread of the collective check does, while the script waits in a call."""
+    """End the process from a thread, like the collective check, while the script waits in a call."""
     threading.Thread(target=end_process, args=("mistake",)).start()
     time.sleep(60)
 
@@ -36,12 +36,12 @@ def end_at_exit() -> None:
 
 
 def fill(pipe: TextIO) -> None:
-    """Write more than a pipe holds that nobody reads, from a thread, which then holds the lock of the stream."""
+    """Write more than an unread pipe holds, from a thread, which then holds the stream's lock."""
     threading.Thread(target=pipe.write, args=("x" * 10_000_000,), daemon=True).start()
     time.sleep(0.2)
 
 
-# What a script does to its output, and whether its message is read on standard error.
+# What a script does to its output, and whether its message reaches standard error.
 BREAKS: dict[str, tuple[Callable[[], object], bool]] = {
     "a reader that has gone": (lambda: None, True),
     "stdout closed": (lambda: sys.stdout.close(), True),
@@ -58,7 +58,7 @@ BREAKS: dict[str, tuple[Callable[[], object], bool]] = {
 @pytest.mark.parametrize("end", [end_in_a_thread, end_at_exit])
 @pytest.mark.parametrize("breaks", BREAKS)
 def test_output_that_cannot_be_written_keeps_no_process(breaks: str, end: Callable[[], None], tmp_path: Path) -> None:
-    """The exit code is 1, the last calls are made, and the message is on standard error where that can be written."""
+    """The exit code is 1, the last calls are made, and the message reaches standard error if that is writable."""
     change, is_read = BREAKS[breaks]
     finished, errors = tmp_path / "finished", tmp_path / "errors"
     reading, writing = os.pipe()
@@ -93,7 +93,7 @@ def test_output_that_cannot_be_written_keeps_no_process(breaks: str, end: Callab
 
 
 class Tracker:
-    """Leaves a file when it is finished, as a tracker does."""
+    """A tracker that leaves a file when it is finished."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -103,7 +103,7 @@ class Tracker:
 
 
 def _become_a_script(writing: int, errors: Path) -> None:
-    """Give this fork of pytest a script's output, and nothing that pytest has registered or set up."""
+    """Give this fork of pytest a script's output, and remove all that pytest registered."""
     os.dup2(writing, 1)
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The modules beside these tests are found."""
+"""Makes the modules of this folder importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""README and docs as a reader types them: their blocks, in order, and what each one is."""
+"""The blocks of README and docs in order, and the kind of each, as a reader types them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Block:
     """A fenced block of a page.
 
     Attributes:
-        page: relative to the repository.
+        page: path relative to the repository.
         line: number of its first line.
-        language: of the fence, "" without one.
-        text: what is between the fences, without their indentation.
-        file: the name under which a reader saves it, or None. The title of the fence, or the last name in the
-            paragraph before, where that ends with a colon.
+        language: language of the fence, "" without one.
+        text: the text between the fences, without their indentation.
+        file: the name under which a reader saves the block, or None. The fence's title, or the last name in the
+            preceding paragraph if that ends with a colon.
     """
 
     page: str
@@ -39,17 +39,17 @@ class Block:
 
     @property
     def first(self) -> str:
-        """The first line, by which the tables name the block."""
+        """The first line, which names the block in the tables."""
         return self.text.strip().partition("\n")[0].strip()
 
     @property
     def types(self) -> bool:
-        """Whether it has commands for a shell, and is no file."""
+        """Whether the block holds shell commands and is not a file."""
         return self.language in ("", "bash", "sh", "console") and not self.file
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks of a page, from top to bottom."""
+    """Return all blocks of a page, from top to bottom."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(
@@ -72,9 +72,9 @@ def _file_name(language: str, rest: str, before: str) -> str | None:
 
 
 def commands_of(block: Block) -> list[tuple[str, str]]:
-    """Each command of a block as it is typed, and what the block itself shows of its output.
+    """Yield each command of a block as typed, with the output that the block shows.
 
-    Where lines begin with `$ `, these are typed, and those below them are the output.
+    If lines begin with `$ `, these are the commands, and the lines below them are the output.
     """
     prompted = any(line.startswith("$ ") for line in block.text.splitlines())
     found: list[list[str]] = []
@@ -97,9 +97,9 @@ def _is_complete(command: str) -> bool:
 
 
 def missing_lines(shown: str, printed: str) -> list[str]:
-    """The lines of `shown` that are not printed, in their order.
+    """Return the lines of `shown` that are not printed, in order.
 
-    Numbers may differ, `…` stands for anything, and spaces are as good as others; a printed line may say more.
+    Numbers may differ, `…` matches anything, all spaces are equal, and a printed line may be longer.
     """
     rest = [" ".join(line.split()) for line in printed.splitlines()]
     missing = []

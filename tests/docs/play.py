@@ -1,7 +1,7 @@
-"""Type a page from top to bottom, as a reader would, in an empty folder: play.py STORE RANK WORLD PAGE FOLDER FORM.
+"""Type a page from top to bottom, like a reader, in an empty folder: play.py STORE RANK WORLD PAGE FOLDER FORM.
 
-FORM is `daily` or `campaign`. Python blocks run in this process, one after the other, with the same variables, and
-commands in a shell.
+FORM is `daily` or `campaign`. Python blocks run in this process, one after the other, with shared variables. Commands
+run in a shell.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from tables import (
     has_row,
 )
 
-# Of the environment, what says where Python, this package and the compiler are; nothing else is a new reader's.
+# The environment variables that locate Python, this package and the compiler. A new reader has no others of ours.
 _KEPT = ("PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", "CXX", "OMP_NUM_THREADS", FORKS)
-_RUNS = re.compile(r"\bpython \w+\.py\b")  # a script by itself: a fork, see forked.py
+_RUNS = re.compile(r"\bpython \w+\.py\b")  # a script on its own: a fork, see forked.py
 
 
 class Reader:
-    """Types the blocks of one page.
+    """A reader who types the blocks of one page.
 
     Args:
         page: its path.
-        folder: an empty one.
+        folder: an empty folder.
         form: `daily` or `campaign`.
     """
 
@@ -55,11 +55,9 @@ class Reader:
             made.mkdir()
         self._state.touch()
         self._environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        if page.name == "README.md":  # the first page's commands are new processes, as they are a user's
+        if page.name == "README.md":  # the first page's commands are new processes, like a user's
             self._environment.pop(FORKS, None)
-        path = (
-            f"{Path(__file__).parent / 'bin'}:{self._environment['PATH']}"  # with a stand-in for srun, and two machines
-        )
+        path = f"{Path(__file__).parent / 'bin'}:{self._environment['PATH']}"  # with a fake srun, and two machines
         self._environment |= {"PATH": path, "HOME": str(folder / "home"), "LC_ALL": "C.UTF-8"}
         self._variables: dict[str, Any] = {"__name__": "__main__"}
         self._printed = ""
@@ -68,8 +66,8 @@ class Reader:
         os.chdir(self._work)
 
     def read(self) -> None:
-        """Do what the page shows; the first block that does not do as printed ends it with an error."""
-        if self._page != PAGES[0]:  # the other pages' readers come from README, and have what it has them write
+        """Do what the page shows. The first block that behaves differently ends it with an error."""
+        if self._page != PAGES[0]:  # readers of other pages come from README and have its files
             for block in blocks_of(PAGES[0]):
                 self._save(block)
         for block in blocks_of(self._page):
@@ -110,7 +108,7 @@ class Reader:
         self._printed = printed.getvalue()
 
     def _command(self, page: str, command: str) -> str:
-        """Type a command in the shell as the commands before it have left it; what it prints, in both streams."""
+        """Type a command in the shell left by earlier commands. Return the output of both streams."""
         typed = command.partition("  #")[0] + find_row(SHORTER, page, command, "")
         if self._form == "daily" and has_row(CAMPAIGN, page, command):
             if not (typed := _dry(typed)):
@@ -127,7 +125,7 @@ class Reader:
         return done.stdout
 
     def _interrupted(self, typed: str) -> str:
-        """Type what goes on until it is interrupted, and let it for some seconds."""
+        """Type a command that runs until it is interrupted, and interrupt it after some seconds."""
         done = self._shell(f"timeout --signal INT 10 {typed}")
         assert done.returncode == 124, f"{typed}: exit code {done.returncode}\n{done.stdout}"
         return ""
@@ -137,14 +135,14 @@ class Reader:
             ["bash", "-c", script],
             cwd=self._work,
             env=self._environment,
-            input="\n" * 100,  # Enter, to whatever is asked
+            input="\n" * 100,  # Enter, to any question
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
     def _compare(self, block: Block) -> None:
-        """What was printed last, or a folder's listing, is as shown."""
+        """Compare the last output, or a folder's listing, with the page."""
         if not block.first.endswith("/"):
             assert not (missing := missing_lines(block.text, self._printed)), f"not printed: {missing}"
             return
@@ -154,7 +152,7 @@ class Reader:
 
 
 def _dry(command: str) -> str:
-    """The command with `--dry_run` for the launcher, not for the script; "" for one that starts nothing."""
+    """Return the command with the launcher's `--dry_run`, or "" if it starts nothing."""
     dry, found = re.subn(r"zero-plugin (launch|demo|test)\b", r"\g<0> --dry_run", command, count=1)
     return dry if found else ""
 

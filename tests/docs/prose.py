@@ -44,7 +44,7 @@ _SECTION = re.compile(r"(?:Args|Raises|Returns|Yields|Attributes|Example\w*|Note
 
 
 class Text(NamedTuple):
-    """A piece of prose: where it is, what kind, and its words."""
+    """A piece of prose: its line, its kind, and its words."""
 
     line: int
     kind: str  # docstring, comment, message, paragraph
@@ -64,8 +64,8 @@ def find_in(file: Path, *, listed: bool = False) -> Iterator[Finding]:
     """Find what the rules do not allow in a Python or Markdown file.
 
     Args:
-        file: it is read.
-        listed: whether to list sentences that are long, and allowed.
+        file: the file to read.
+        listed: whether to list sentences that are long but allowed.
     """
     source = file.read_text(encoding="utf-8")
     texts = _python(source) if file.suffix == ".py" else _markdown(source)
@@ -167,7 +167,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is found in the files and folders."""
+    """Print the findings in files and folders."""
     listed = "--long" in arguments
     found = [
         finding

@@ -1,6 +1,6 @@
-"""What the pages need to be typed by a test: what cannot run and why, and what is typed otherwise, row by row.
+"""Exceptions for the tested pages, row by row: what cannot run and why, and what is typed differently.
 
-A block is named by its page and how its first line begins, a command by its page and how it begins. A row that fits
+A block is named by its page and the start of its first line, a command by its page and its start. A row that matches
 nothing fails.
 """
 
@@ -26,7 +26,7 @@ CANNOT_RUN: dict[Row, str] = {
     ),
 }
 
-# Blocks that another test compares with what they show.
+# Blocks that another test compares with their output.
 COMPARED_ELSEWHERE: dict[Row, str] = {
     ("docs/architecture.md", "Makefile  constraints.txt"): (
         "test_docs.py::test_tree_lists_packages_and_top_modules_with_the_sentence_of_their_docstring"
@@ -36,20 +36,20 @@ COMPARED_ELSEWHERE: dict[Row, str] = {
     ),
 }
 
-# Exit codes other than 0, which the pages mention.
+# Exit codes other than 0 that the pages mention.
 EXIT_CODES: dict[Row, int] = {
     ("docs/configuration.md", "zero-plugin check wrong.yaml"): 2,
 }
 
-# Appended to commands that take minutes as they are printed.
+# Arguments appended to commands that would take minutes as printed.
 SHORTER: dict[Row, str] = {
     ("docs/demo.md", "zero-plugin demo --zero_stage 3"): " -- --steps 2 --sample 8",
     ("docs/demo.md", "zero-plugin demo --config"): " -- --steps 2 --sample 8",
     ("docs/demo.md", "zero-plugin demo -- --steps 2000"): " --steps 2 --sample 8",
 }
 
-# Commands that only the campaign runs to their end. Every day launches are typed with --dry_run, others not at all: the
-# tests of the command have them.
+# Commands that only the campaign runs to their end. Daily, launches are typed with --dry_run and the others not at all,
+# because the command's own tests cover them.
 CAMPAIGN: set[Row] = {
     ("README.md", "zero-plugin launch --num_processes 2 --config_file ds.json"),
     ("README.md", "zero-plugin launch --config zero2 --zero_stage 3"),
@@ -73,7 +73,7 @@ CAMPAIGN: set[Row] = {
     ("docs/troubleshooting.md", "zero-plugin test"),
 }
 
-# Commands that are typed on two machines at once: what the second one's says instead; see bin/on-two-machines.
+# Commands that are typed on two machines together: the text for the second one. See bin/on-two-machines.
 SECOND_MACHINE: dict[Row, tuple[str, str]] = {
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"): (
         "--machine_rank 0",
@@ -83,13 +83,13 @@ SECOND_MACHINE: dict[Row, tuple[str, str]] = {
     ("docs/launching.md", "zero-plugin launch --num_processes 2 --num_machines 2"): ("", ""),
 }
 
-# Commands that go on until they are interrupted, and are.
+# Commands that run until they are interrupted.
 ENDLESS: set[Row] = {("docs/launching.md", 'python -c "import signal;')}
 
-# What a block's text says that the reader has: Python that runs before the block, in the page's variables. README's
-# files are in the folder of each other page.
+# What a block's text assumes: Python that runs before the block, with the page's variables. README's files are in the
+# folder of each other page.
 _README = 'exec(open("train.py").read())\n'
-# This process lives on, and keeps other jobs of the page from saving where it has.
+# This process continues, and blocks the page's other jobs from saving in its folder.
 _README_APART = _README.replace("read()", 'read().replace("out/last", "own/last")')
 BEFORE: dict[Row, str] = {
     ("docs/big-models.md", "from transformers import AutoConfig"): """
@@ -189,12 +189,12 @@ loss, tokens, step = torch.ones(()), 8, 1
 
 
 def find_row(table: dict[Row, Value], page: str, command: str, otherwise: Value) -> Value:
-    """The value of the row for a command of a page."""
+    """Return the value of the row for a command of a page."""
     return next(
         (value for (where, begins), value in table.items() if where == page and command.startswith(begins)), otherwise
     )
 
 
 def has_row(table: set[Row], page: str, command: str) -> bool:
-    """Whether a command of a page has a row."""
+    """Return whether a command of a page has a row."""
     return any(where == page and command.startswith(begins) for where, begins in table)

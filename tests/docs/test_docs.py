@@ -1,4 +1,4 @@
-"""README and docs are true: their configs pass the check, quotations are the script's, links lead somewhere."""
+"""README and docs are true: configs pass the check, quotations match the script, links resolve."""
 
 import ast
 import importlib.util
@@ -30,7 +30,7 @@ def blocks(language: str, text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     without_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", without_code, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -38,7 +38,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("language", ["yaml", "json"])
 def test_configs_pass_the_check(language: str, tmp_path: Path) -> None:
-    """Every config that a page shows is accepted as it is printed, unless its name says that it is wrong."""
+    """Every printed config is accepted as it is, unless its name says that it is wrong."""
     examples = [block for page in PAGES for block in blocks_of(page) if block.language == language]
     examples = [block.text for block in examples if "wrong" not in (block.file or "")]
     examples = [text for text in examples if not text.startswith("apiVersion:")]  # manifests of Kubernetes
@@ -51,7 +51,7 @@ def test_configs_pass_the_check(language: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Each link within the repository names a file that exists, and a heading of it."""
+    """Each link within the repository names an existing file, and a heading of that file."""
     for match in _LINK.finditer(page.read_text(encoding="utf-8")):
         target = match[1] or match[2]
         if "://" in target:
@@ -63,16 +63,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_names_every_page_and_is_short() -> None:
-    """Nothing in docs has to be found by luck, and the README can be read at once."""
+    """The README links every page of docs, and is short enough to read in one go."""
     readme = text_of("README.md")
     assert [page.name for page in PAGES[1:] if page.name not in readme and "internals" not in page.name] == []
     assert len(readme.splitlines()) <= 250
 
 
 def test_messages_of_the_troubleshooting_are_the_packages() -> None:
-    """Each message that the page explains is a text of the package, between the places that differ."""
+    """Each message that the page explains is a text of the package, apart from the variable parts."""
     source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "zero_plugin").rglob("*.py"))
-    said = re.sub(r"""["']\s*\n\s*f?["']""", "", source)  # as one text, where it is written over several lines
+    said = re.sub(r"""["']\s*\n\s*f?["']""", "", source)  # as one text, if it is written over several lines
     messages = re.findall(r"^\| `([^`]+)` \|", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
     assert len(messages) > 30
     parts = [part.strip() for message in messages for part in message.split("…")]
@@ -80,7 +80,7 @@ def test_messages_of_the_troubleshooting_are_the_packages() -> None:
 
 
 def test_the_site_has_every_key_and_every_command() -> None:
-    """The page of keys is made from the schema, that of commands from what they print; none is missing."""
+    """The page of keys is generated from the schema, the page of commands from their help. None is missing."""
     keys = hooks.configuration_page()
     wanted = {*LaunchSettings.model_fields, *deepspeed_schema()["properties"]}
     wanted |= {path[-1] for path, _ in walk_keys(deepspeed_schema()["properties"]["zero_optimization"])}
@@ -91,7 +91,7 @@ def test_the_site_has_every_key_and_every_command() -> None:
 
 
 def test_links_of_the_site_lead_to_pages() -> None:
-    """A link between files of the repository becomes one between pages of the site; code and anchors stay."""
+    """A link between files of the repository becomes a link between pages of the site. Code and anchors stay."""
     assert hooks.link_pages("[a](docs/demo.md#b) [c](CHANGELOG.md)", "README.md", "index.md") == (
         "[a](demo.md#b) [c](changelog.md)"
     )
@@ -104,7 +104,7 @@ def test_links_of_the_site_lead_to_pages() -> None:
 
 
 def test_quotations_are_the_scripts_own_lines() -> None:
-    """Each line that the demo's explanation quotes stands in the script, but for comments."""
+    """Each line that the demo's explanation quotes is in the script, comments excepted."""
     script = (ROOT / "zero_plugin/demo/train.py").read_text()
     script_lines = {line.partition("  #")[0].strip() for line in script.splitlines()}
     explanation = text_of("docs/demo.md").partition("The weights load into the plain module")[0]
@@ -114,7 +114,7 @@ def test_quotations_are_the_scripts_own_lines() -> None:
 
 
 def test_tree_lists_packages_and_top_modules_with_the_sentence_of_their_docstring() -> None:
-    """The tree's lines are the first sentences of packages and top-level modules, none missing and none too many."""
+    """The tree's lines are exactly the first sentences of packages and top-level modules."""
     package = ROOT / "zero_plugin"
     files = {file.name: file for file in package.glob("[!_]*.py")}
     files |= {f"{file.parent.relative_to(package)}/": file for file in package.glob("*/**/__init__.py")}

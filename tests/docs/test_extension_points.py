@@ -23,7 +23,7 @@ from zero_plugin.trackers.trackers import GeneralTracker
 
 @pytest.fixture
 def names() -> Iterator[dict[str, Any]]:
-    """The names that the examples use, and those that they define."""
+    """Return the names that the examples use and define."""
     found: dict[str, Any] = {
         "Accelerator": Accelerator,
         "DataLoader": DataLoader,
@@ -53,13 +53,13 @@ def run_example(kind: type, names: dict[str, Any]) -> None:
 
 
 def test_a_tracker_of_ones_own_gets_the_values(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The example prints them."""
+    """The example tracker prints the values."""
     run_example(GeneralTracker, names)
     assert "[(1, {'loss': 0.5})]" in capsys.readouterr().out
 
 
 def test_a_guard_of_ones_own_raises(names: dict[str, Any]) -> None:
-    """In the backward of the mistake that it looks for."""
+    """The example guard raises in the backward of the mistake that it detects."""
     run_example(Guard, names)
     run = names["accelerator"]
     layer = nn.Linear(2, 1)
@@ -69,7 +69,7 @@ def test_a_guard_of_ones_own_raises(names: dict[str, Any]) -> None:
 
 
 def test_a_strategy_of_ones_own_steps_its_way(names: dict[str, Any]) -> None:
-    """Each weight moves by the learning rate."""
+    """The example strategy moves each weight by the learning rate."""
     run_example(TorchStrategy, names)
     run = names["accelerator"]
     layer = nn.Linear(2, 1, bias=False)
@@ -81,7 +81,7 @@ def test_a_strategy_of_ones_own_steps_its_way(names: dict[str, Any]) -> None:
 
 
 def test_a_sampler_of_ones_own_gives_the_order(names: dict[str, Any]) -> None:
-    """The longest samples come first."""
+    """The example sampler gives the longest samples first."""
     names["accelerator"] = Accelerator()
     run_example(BatchSamplerShard, names)
     assert [batch.tolist() for batch in names["loader"]] == [[9, 7], [4, 3]]

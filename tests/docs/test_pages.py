@@ -1,4 +1,4 @@
-"""README and docs do what they print: each block is typed, top to bottom, in an empty folder with an empty home."""
+"""README and docs do what they print: each block is typed in order, in an empty folder with an empty home."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_page_does_what_it_prints(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Files are written, Python runs, commands end with the code that the page says, and print what it shows."""
+    """Files are written, Python runs, and commands exit with the page's code and print what it shows."""
     if form == "campaign" and path in {page for page, _ in SECOND_MACHINE}:
         made = subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, text=True)
         if made.returncode:
@@ -45,7 +45,7 @@ def test_page_does_what_it_prints(
 
 
 def test_rows_exist_and_nine_of_ten_blocks_run() -> None:
-    """Each row of the tables is for a block or a command of a page; few blocks cannot run, each for a reason."""
+    """Each row of the tables matches a block or command of a page. Few blocks cannot run, each for a reason."""
     blocks = [block for page in PAGES for block in blocks_of(page)]
     assert len(CANNOT_RUN) <= len(blocks) / 10, f"{len(CANNOT_RUN)} of {len(blocks)} blocks do not run"
     firsts = [(block.page, block.first) for block in blocks]

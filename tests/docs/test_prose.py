@@ -10,7 +10,7 @@ from prose import files_below, find_in
 
 @pytest.mark.parametrize("text", ["Beside the step nobody waits.", "Open it anew, so that it works; else it fails."])
 def test_a_word_of_the_list_is_found(text: str, tmp_path: Path) -> None:
-    """In prose, and not in code."""
+    """A listed word is found in prose, and not in code."""
     page = tmp_path / "page.md"
     page.write_text(text)
     assert list(find_in(page))
@@ -30,7 +30,7 @@ def test_a_word_of_the_list_is_found(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_rule_holds_where_it_is_meant(code: str, rule: str, tmp_path: Path) -> None:
-    """Docstrings, messages and comments."""
+    """Rules apply to docstrings, messages and comments, each where it is meant."""
     file = tmp_path / "module.py"
     file.write_text(code)
     assert [one.rule for one in find_in(file) if rule and rule in one.rule] or not (rule or list(find_in(file)))

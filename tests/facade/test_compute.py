@@ -1,4 +1,4 @@
-"""What a script reads of the run's arithmetic before, between and after its models."""
+"""A run's arithmetic as a script reads it: before, between and after its models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _product_type(accelerator: Accelerator) -> torch.dtype:
 
 
 def test_precision_is_known_before_prepare_and_after_free_memory() -> None:
-    """A section of a DeepSpeed JSON counts as `mixed_precision` does, for `autocast` too."""
+    """A section of a DeepSpeed JSON sets the precision like `mixed_precision`, for `autocast` too."""
     accelerator = Accelerator(
         config={"distributed_type": "NO", "use_cpu": True, "deepspeed_config": {"bf16": {"enabled": True}}}
     )
@@ -36,7 +36,7 @@ def test_precision_is_known_before_prepare_and_after_free_memory() -> None:
 
 
 def test_autocast_before_prepare() -> None:
-    """`auto` is settled for it: to a type, never to the word."""
+    """`auto` is resolved to a dtype before autocast, and autocast never sees the word."""
     assert _product_type(Accelerator(cpu=True, mixed_precision="bf16")) is torch.bfloat16
     accelerator = Accelerator(cpu=True, mixed_precision="auto")
     expected = {"bf16": torch.bfloat16, "no": torch.float32}[accelerator.mixed_precision]
@@ -46,7 +46,7 @@ def test_autocast_before_prepare() -> None:
 
 
 def test_the_scaler_is_the_sessions_loss_scale() -> None:
-    """There is one under fp16 only; it shows and sets the scale of what is prepared."""
+    """Only fp16 has a scaler. The scaler shows and sets the loss scale of the prepared model."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator.scaler is not None
     with pytest.raises(LoopError, match=r"prepare\(model, optimizer\)"):
@@ -64,7 +64,7 @@ def test_the_scaler_is_the_sessions_loss_scale() -> None:
 
 
 def test_what_libraries_ask_for() -> None:
-    """Names of features that are not here answer, and an optimizer shows the states."""
+    """Attributes of features that do not exist here answer, and an optimizer shows its states."""
     accelerator = Accelerator(cpu=True)
     assert accelerator.parallelism_config is accelerator.torch_device_mesh is accelerator.fp8_backend is None
     assert accelerator.is_fsdp2 is accelerator.is_composable_parallelism_enabled is False

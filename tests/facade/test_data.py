@@ -1,4 +1,4 @@
-"""What `Accelerator` makes of its loaders' configuration, on one process and on several."""
+"""How `Accelerator` applies its loader configuration, on one process and on several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_plugin.errors import LoopError
 
 
 class Stream(IterableDataset):
-    """0 … 9, shuffled by its own generator."""
+    """A stream of 0 … 9, shuffled by its own generator."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -31,7 +31,7 @@ class Stream(IterableDataset):
 
 @pytest.fixture
 def accelerators() -> Iterator[type[Accelerator]]:
-    """Build some; all end with the test."""
+    """Build accelerators that end with the test."""
     made: list[Accelerator] = []
 
     def build(**arguments) -> Accelerator:
@@ -48,7 +48,7 @@ def values(loader) -> list[list[int]]:
 
 
 def test_the_configuration_shows_and_acts(accelerators) -> None:
-    """Every field of it, by its property and by what a prepared loader does."""
+    """Every field of the configuration shows in its property and in a prepared loader's behaviour."""
     config = DataLoaderConfiguration(dispatch_batches=True, use_seedable_sampler=True, data_seed=4, non_blocking=True)
     accelerator = accelerators(dataloader_config=config, even_batches=False)
     assert (accelerator.dispatch_batches, accelerator.split_batches, accelerator.even_batches) == (True, False, False)
@@ -67,7 +67,7 @@ def test_the_configuration_shows_and_acts(accelerators) -> None:
 
 
 def test_batches_stay_where_they_are(accelerators) -> None:
-    """`device_placement` of the call, else of the Accelerator, decides."""
+    """The call's `device_placement` decides, otherwise the Accelerator's."""
     loader = DataLoader(TensorDataset(torch.ones(2)), batch_size=2)
     accelerator = accelerators(device_placement=False)
     assert accelerator.prepare(loader).device is None
@@ -79,7 +79,7 @@ def test_batches_stay_where_they_are(accelerators) -> None:
 
 
 def test_loaders_show_their_epoch_and_their_sampler(accelerators) -> None:
-    """Both can be set: the coming loop follows, and tells the new sampler its epochs."""
+    """Epoch and sampler can be set on a loader. The next loop follows, and sets the epoch on the new sampler."""
     loader = accelerators().prepare(DataLoader(range(4), batch_size=2))
     assert loader.iteration == 0
     values(loader)
@@ -106,14 +106,14 @@ def test_loaders_show_their_epoch_and_their_sampler(accelerators) -> None:
 
 
 def test_skipping_is_a_call_too(accelerators) -> None:
-    """As in a script that resumes."""
+    """skip_first_batches is also a method, as in a script that resumes."""
     accelerator = accelerators()
     loader = accelerator.prepare(DataLoader(range(9), batch_size=2))
     assert values(accelerator.skip_first_batches(loader, num_batches=3)) == [[6, 7], [8]]
 
 
 def test_metrics_of_every_kind(accelerators) -> None:
-    """Tensors, lists of objects, tuples and dicts of them, single objects; outside a loop too on one process."""
+    """Tensors, lists of objects, tuples, dicts and single objects are gathered, on one process also outside a loop."""
     accelerator = accelerators()
     for batch in accelerator.prepare(DataLoader(range(3), batch_size=3)):
         gather = accelerator.gather_for_metrics
@@ -131,7 +131,7 @@ def test_metrics_of_every_kind(accelerators) -> None:
 
 @contextmanager
 def ended() -> Iterator[Accelerator]:
-    """An Accelerator that shares random states, ended in the end."""
+    """Create an Accelerator that synchronises random states and ends with the test."""
     accelerator = Accelerator(cpu=True, rng_types=["torch", "generator"])
     try:
         yield accelerator
@@ -141,7 +141,7 @@ def ended() -> Iterator[Accelerator]:
 
 @in_processes(2, 3)
 def test_seedable_shuffles() -> None:
-    """One order for a seed and an epoch, whatever the number of processes."""
+    """A seed and an epoch give one order, whatever the number of processes."""
     with ended() as accelerator:
         accelerator.dataloader_config.use_seedable_sampler = True
         torch.manual_seed(42)
@@ -156,7 +156,7 @@ def test_seedable_shuffles() -> None:
 
 @in_processes(2, 3)
 def test_random_states_are_shared() -> None:
-    """At each epoch's start every process gets process 0's, where that was asked for."""
+    """If configured, every process gets process 0's random states at each epoch's start."""
     with ended() as accelerator:
         loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
         torch.manual_seed(accelerator.process_index)
@@ -168,7 +168,7 @@ def test_random_states_are_shared() -> None:
 
 @in_processes(2, 3)
 def test_a_stream_s_own_generator() -> None:
-    """A stream that shuffles by a generator that differs between the processes is made equal."""
+    """A stream's own generator is synchronised if it differs between the processes."""
     with ended() as accelerator:
         loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=2))
         for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_stream_s_own_generator() -> None:
 
 @in_processes(2, 3)
 def test_objects_of_all_processes() -> None:
-    """Each sample's object once, in order; a value for the batch once per batch of one process's loader."""
+    """Each sample's object comes once, in order. A value per batch comes once per batch of one process's loader."""
     with ended() as accelerator:
         names, columns, batches = [], [], []
         for batch in accelerator.prepare(DataLoader(range(7), batch_size=2)):
@@ -196,7 +196,7 @@ def test_objects_of_all_processes() -> None:
 
 @in_processes(2, 3)
 def test_dispatched_streams() -> None:
-    """Process 0's stream, once, on all; split or not."""
+    """Process 0's stream is seen once over all processes, split or not."""
     with ended() as accelerator:
         for split in (False, True):
             accelerator.dataloader_config.dispatch_batches = True

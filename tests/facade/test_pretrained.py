@@ -1,4 +1,4 @@
-"""`from_pretrained` of a whole model in each process, on a machine that does not hold them all."""
+"""`from_pretrained` of a complete model in each process, on a machine that cannot hold all copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_plugin.loop.memory_check import checking_pretrained
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder."""
+    """Write a model folder."""
     made = tmp_path_factory.mktemp("model")
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(made)
@@ -28,7 +28,7 @@ def stored(folder: Path) -> int:
 
 @pytest.mark.parametrize("asked", [{}, {"dtype": torch.bfloat16}, {"dtype": "float16"}], ids=str)
 def test_it_is_refused_by_the_bytes_of_its_type(folder: Path, asked: dict[str, Any]) -> None:
-    """Three processes load where memory holds three copies; with one byte less none does."""
+    """Three processes load if memory holds three copies in the dtype. With one byte less none does."""
     size = 3 * stored(folder) // (2 if asked else 1)
     with checking_pretrained(3, size):
         transformers.AutoModelForCausalLM.from_pretrained(folder, **asked)
@@ -38,7 +38,7 @@ def test_it_is_refused_by_the_bytes_of_its_type(folder: Path, asked: dict[str, A
 
 
 def test_what_cannot_be_told_is_not_refused(folder: Path) -> None:
-    """A model that goes elsewhere than to host memory, or whose files are not here, is transformers' own matter."""
+    """A model for another device than the CPU, or without local files, is left to transformers."""
     with checking_pretrained(3, 0):
         transformers.GPT2LMHeadModel.from_pretrained(folder, device_map={"": "cpu"})
         with pytest.raises(OSError, match="cached files"):
@@ -46,7 +46,7 @@ def test_what_cannot_be_told_is_not_refused(folder: Path) -> None:
 
 
 def test_runs_that_end_in_any_order(folder: Path) -> None:
-    """The newest one that goes on counts; after the last one, transformers' own method is back."""
+    """The newest active run counts. After the last run, transformers' own method is restored."""
     own = transformers.PreTrainedModel.__dict__["from_pretrained"]
     first, second = checking_pretrained(3, 2**60), checking_pretrained(3, 0)
     first.__enter__()

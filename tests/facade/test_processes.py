@@ -1,4 +1,4 @@
-"""Who goes first, who does what, and what all exchange; the same from `Accelerator` and from `PartialState`."""
+"""Order, roles and exchange of processes, the same from `Accelerator` and from `PartialState`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNERS = ("PartialState", "Accelerator", "AcceleratorState")
 
 @contextmanager
 def calls_of(owner: str) -> Iterator[ProcessCalls]:
-    """The object that has the calls, of a run that is ended in the end."""
+    """Return the object with the calls, of a run that ends after the test."""
     accelerator = Accelerator(cpu=True)
     try:
         owners: tuple[Any, ...] = (PartialState(), accelerator, accelerator.state)
@@ -36,7 +36,7 @@ def calls_of(owner: str) -> Iterator[ProcessCalls]:
 @pytest.mark.parametrize("owner", OWNERS)
 @in_processes(1, 2)
 def test_who_this_process_is(owner: str, rank: int, world: int) -> None:
-    """Its index, how many there are, which kind of run it is."""
+    """A process has its index, the number of processes, and the kind of run."""
     with calls_of(owner) as calls:
         assert (calls.process_index, calls.num_processes) == (rank, world)
         assert (calls.is_main_process, calls.is_last_process) == (rank == 0, rank == world - 1)
@@ -48,7 +48,7 @@ def test_who_this_process_is(owner: str, rank: int, world: int) -> None:
 @pytest.mark.parametrize("owner", OWNERS)
 @in_processes(1, 2)
 def test_order(owner: str, folder: Path) -> None:
-    """The main process is first in, and the others come in when it is out."""
+    """The main process enters first, and the others enter when it has left."""
     with calls_of(owner) as calls:
         for number, block in enumerate((calls.main_process_first, calls.local_main_process_first)):
             file = folder / f"order-{number}"
@@ -64,7 +64,7 @@ def test_order(owner: str, folder: Path) -> None:
 @pytest.mark.parametrize("owner", OWNERS)
 @in_processes(1, 2)
 def test_order_after_an_error(owner: str) -> None:
-    """What the main process raises inside keeps nobody waiting, also where the script goes on after it."""
+    """An error of the main process inside blocks no other process, even if the script continues."""
     with calls_of(owner) as calls:
         came = []
         try:
@@ -83,7 +83,7 @@ def test_order_after_an_error(owner: str) -> None:
 @pytest.mark.parametrize("owner", OWNERS)
 @in_processes(1, 2)
 def test_decorators(owner: str) -> None:
-    """With and without parentheses, of functions and by call; None elsewhere; the name is the function's."""
+    """Decorators work with and without parentheses, and return None elsewhere. The function keeps its name."""
     with calls_of(owner) as calls:
         rank, last = calls.process_index, calls.num_processes - 1
 
@@ -115,7 +115,7 @@ def test_decorators(owner: str) -> None:
 @pytest.mark.parametrize("owner", OWNERS)
 @in_processes(1, 2)
 def test_dividing(owner: str) -> None:
-    """Each process has its own share inside the context."""
+    """Each process has its own part inside the context."""
     with calls_of(owner) as calls, calls.split_between_processes([1, 2, 3], apply_padding=True) as share:
         assert share == ([1, 2, 3] if calls.num_processes == 1 else [[1, 2], [3, 3]][calls.process_index])
 
@@ -132,7 +132,7 @@ def test_printing(owner: str) -> None:
 
 @in_processes(1, 2)
 def test_exchange() -> None:
-    """Parameters have Accelerate's names; the trigger is seen by all, once."""
+    """Parameters have Accelerate's names. All processes see the trigger once."""
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     own = torch.tensor([float(rank)])

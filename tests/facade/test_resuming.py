@@ -1,4 +1,4 @@
-"""Going on from the newest checkpoint, and being asked to stop."""
+"""Resuming from the newest checkpoint, and stop requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Training:
         )
 
     def run(self, epochs: range, save_after: int = -1) -> list[float]:
-        """The losses of all steps."""
+        """Return the losses of all steps."""
         losses: list[float] = []
         for _ in epochs:
             for (x,) in self.loader:
@@ -56,7 +56,7 @@ Make = Callable[..., Training]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Trainings in one folder that are ended in the end; no launcher has started them."""
+    """Make trainings in one folder, without a launcher, that end with the test."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     made: list[Training] = []
 
@@ -74,7 +74,7 @@ Launch = Callable[..., None]
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """What comes now is in that attempt of that launch, as torchrun tells its workers; our launcher may begin more."""
+    """Simulate an attempt of a launch with torchrun's variables. Our launcher may start more launches."""
 
     def launch(name: str, attempt: int, torchrun: int = 0) -> None:
         place = tmp_path / "launches" / name / f"none_{torchrun}" / f"attempt_{attempt}" / "0"
@@ -85,15 +85,15 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 
 def names(folder: Path) -> set[str]:
-    """Of the checkpoints."""
+    """Return the names of the checkpoints."""
     return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
 @pytest.mark.parametrize("how", ["another launch", "auto_resume", "restarted"])
 def test_a_run_that_goes_on(how: str, make: Make, launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    """In a new launch, or restarted by the launcher: inside the epoch, in its order, the same losses as without a stop.
+    """A new launch, or a restart, resumes inside the epoch with the losses of a run without a stop.
 
-    A new launch says once whose checkpoint it is, and how to leave it.
+    A new launch logs once whose checkpoint it resumes, and how to start from scratch.
     """
     launch("first", 0)
     losses = make().run(range(3), save_after=8)
@@ -114,7 +114,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def test_a_loaders_own_generators_go_on(tmp_path: Path) -> None:
-    """That of its workers' seeds, and one that it shares with another loader, which has drawn from it since."""
+    """The generators of worker seeds, and one shared with another loader that drew since, are restored."""
     orders = []
     for seed in (3, 4):
         accelerator = Accelerator(cpu=True)
@@ -142,7 +142,7 @@ def test_a_loaders_own_generators_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", ["in the training", "after its epoch"])
 def test_an_evaluation_that_is_left_begins_anew(saved: str, make: Make, tmp_path: Path) -> None:
-    """Of its first batches, as at any other time; what is shuffled draws on, and so does the training."""
+    """An evaluation that is left starts with its first batches. Its shuffle continues, and so does the training."""
 
     def run(training: Training, evaluated: DataLoader[Any], epochs: range, *, saves: bool) -> list[float]:
         found = []
@@ -175,7 +175,7 @@ def test_an_evaluation_that_is_left_begins_anew(saved: str, make: Make, tmp_path
 
 @pytest.mark.parametrize("sets_epoch", [False, True])
 def test_a_training_loop_that_is_left(sets_epoch: bool, make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    """It goes on with the rest of its epoch, which is said where it is saved; not where the script has set another."""
+    """A training loop that is left continues its epoch, as the save logs, unless the script sets another epoch."""
 
     def run(training: Training, epochs: range, save: int) -> list[float]:
         losses: list[float] = []
@@ -207,7 +207,7 @@ def test_a_training_loop_that_is_left(sets_epoch: bool, make: Make, capfd: pytes
 def test_a_window_is_said_to_be_lost_though_it_has_no_gradients(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its micro-batches so far were left out by the script; where it ends would be another place."""
+    """A window without gradients is logged as lost: the script skipped its micro-batches, and its end would move."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = nn.Linear(1, 1)
     loader = DataLoader(TensorDataset(torch.ones(4, 1)))
@@ -228,9 +228,9 @@ def test_a_window_is_said_to_be_lost_though_it_has_no_gradients(
 def test_what_a_launch_before_has_saved(
     make: Make, launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A restarted run that had begun anew does so again: only what its own launch has saved is gone on from."""
+    """A restart loads only what its own launch has saved, so a run that started from scratch does so again."""
     launch("first", 0)
-    monkeypatch.setenv(CUT_VARIABLE, "1")  # our launcher, which begins a torchrun anew where memory ran out
+    monkeypatch.setenv(CUT_VARIABLE, "1")  # our launcher, which restarts torchrun after running out of memory
     make().run(range(1), save_after=3)
     launch("second", 0)
     assert make(BEGINS_ANEW).accelerator.resume() is None
@@ -242,11 +242,11 @@ def test_what_a_launch_before_has_saved(
     monkeypatch.setenv(CUT_VARIABLE, "2")
     report = make().accelerator.resume()
     assert report is not None
-    assert (report.steps, report.batches) == (3, [6])  # in each of the loader's three, two of half the size
+    assert (report.steps, report.batches) == (3, [6])  # in each of the loader's three batches, two of half the size
 
 
 def test_no_clock_decides(make: Make, launch: Launch, tmp_path: Path) -> None:
-    """A file server may be an hour behind: a restarted run resumes from what it has saved."""
+    """A restarted run resumes from its own save, even if a file server's clock is an hour behind."""
     launch("only", 0)
     make().run(range(1), save_after=3)
     os.utime(tmp_path / "checkpoints" / "checkpoint_0" / "manifest.json", (0, 0))
@@ -257,7 +257,7 @@ def test_no_clock_decides(make: Make, launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_a_folder(make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It goes on counting, so that the newest has the largest number, and its rotation removes its own only."""
+    """A second run continues the numbering, so the newest has the largest number, and rotates only its own."""
     for written in ({"checkpoint_2", "checkpoint_3"}, {"checkpoint_2", "checkpoint_3", "checkpoint_5", "checkpoint_6"}):
         accelerator = make(limit=2).accelerator
         for _ in range(4 if "checkpoint_5" not in written else 3):
@@ -265,12 +265,12 @@ def test_a_second_run_in_a_folder(make: Make, tmp_path: Path, capfd: pytest.Capt
         assert names(tmp_path) == written
         assert make(GOES_ON).accelerator.load_state().folder == last
     assert capfd.readouterr().err.count("this run continues with 4") == 1
-    accelerator.project_configuration.iteration = 10  # a script may leave numbers out
+    accelerator.project_configuration.iteration = 10  # a script may skip numbers
     assert accelerator.save_state().name == "checkpoint_10"
 
 
 def test_a_number_that_another_run_takes_meanwhile(make: Make, tmp_path: Path) -> None:
-    """One that is being written counts; of two that end at the same number, the later one is an error."""
+    """A number being written counts as taken. Of two runs that end at one number, the later one gets an error."""
     accelerator = make().accelerator
     (tmp_path / "checkpoints" / ".checkpoint_3.01234567.writing").mkdir(parents=True)
     assert accelerator.save_state().name == "checkpoint_4"
@@ -282,7 +282,7 @@ def test_a_number_that_another_run_takes_meanwhile(make: Make, tmp_path: Path) -
 
 
 def test_a_requeued_run(make: Make, launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A launch that resumes joins the run: it counts on, rotates its checkpoints, and so do the restarts after it."""
+    """A requeued launch joins the run: it continues the numbering and rotates its checkpoints, as do later restarts."""
     launch("monday", 0)
     accelerator = make(limit=2).accelerator
     for _ in range(2):
@@ -301,7 +301,7 @@ def test_a_requeued_run(make: Make, launch: Launch, tmp_path: Path, capfd: pytes
 
 
 def test_two_runs_in_a_folder(make: Make, launch: Launch) -> None:
-    """A restart before the first save goes on from what its launch had resumed from, or begins anew as it had done."""
+    """A restart before the first save repeats its launch's start: the same checkpoint, or from scratch."""
     launch("one", 0)
     make().accelerator.save_state()
     launch("requeued", 0)
@@ -326,7 +326,7 @@ def test_two_runs_in_a_folder(make: Make, launch: Launch) -> None:
 
 
 def test_a_restart_where_the_folder_was_empty(make: Make, launch: Launch) -> None:
-    """What another run has saved there meanwhile is not this run's."""
+    """A checkpoint that another run has saved meanwhile in the empty folder is not this run's."""
     launch("one", 0)
     assert make(GOES_ON).accelerator.resume() is None
     launch("other", 0)
@@ -336,7 +336,7 @@ def test_a_restart_where_the_folder_was_empty(make: Make, launch: Launch) -> Non
 
 
 def test_going_back(make: Make, tmp_path: Path) -> None:
-    """What resumes from an older checkpoint of a run is another run: the newer ones are not rotated away."""
+    """Resuming from an older checkpoint starts another run, so the newer ones are not rotated away."""
     accelerator = make().accelerator
     for _ in range(3):
         accelerator.save_state()
@@ -351,7 +351,7 @@ def test_going_back(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_by_name(make: Make, launch: Launch, tmp_path: Path) -> None:
-    """A run that resumes from one checkpoint does so at each start, unless it is told to begin anew."""
+    """A run that resumes from a named checkpoint does so at each start, unless it must start from scratch."""
     launch("first", 0)
     accelerator = make().accelerator
     for _ in range(2):
@@ -370,7 +370,7 @@ def test_a_checkpoint_by_name(make: Make, launch: Launch, tmp_path: Path) -> Non
 
 
 def test_numbers_that_begin_again(make: Make, tmp_path: Path) -> None:
-    """Where a script types numbers of steps, the order of saving is the manifest's."""
+    """If a script's step numbers restart, the manifests give the order of saving."""
     out = tmp_path / "out"
     make().accelerator.project_configuration.automatic_checkpoint_naming = False
     for numbers in ((500, 1000), (100, 200)):
@@ -383,7 +383,7 @@ def test_numbers_that_begin_again(make: Make, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_before(make: Make, launch: Launch, tmp_path: Path) -> None:
-    """Those whose manifest names no run are resumed from, by a restart before the first save too, and never removed."""
+    """Checkpoints whose manifest names no run can be resumed from, even before a first save, and are never removed."""
     accelerator = make().accelerator
     for _ in range(2):
         file = accelerator.save_state() / "manifest.json"
@@ -403,7 +403,7 @@ def test_checkpoints_of_before(make: Make, launch: Launch, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("is_left", [False, True], ids=["at the last batch", "after the loop"])
 def test_a_stop_between_two_epochs(is_left: bool, make: Make) -> None:
-    """After an epoch's loop, the next one is the first to come; at its last batch, what the script does after it."""
+    """After an epoch's loop the next epoch comes first. At its last batch, the code after the loop comes first."""
     training = make()
     losses = training.run(range(1), save_after=-1 if is_left else 6)
     if is_left:
@@ -418,9 +418,9 @@ def test_a_stop_between_two_epochs(is_left: bool, make: Make) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_script_that_counts_epochs_itself(workers: int, tmp_path: Path) -> None:
-    """Saved at an epoch's last batch, it begins the next one, in the order that it would have had.
+    """A checkpoint at an epoch's last batch resumes with the next epoch, in its original order.
 
-    At an epoch's end torch's sampler draws once more from the loader's own generator.
+    At an epoch's end, torch's sampler draws once more from the loader's own generator.
     """
     orders: list[list[float]] = []
     for resumes in (False, True):
@@ -443,7 +443,7 @@ def test_a_script_that_counts_epochs_itself(workers: int, tmp_path: Path) -> Non
 
 
 def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a checkpoint, also where it is asked for; with one that it is told to leave, which is said, and kept."""
+    """A run starts from scratch without a checkpoint, or if told to. An ignored checkpoint is logged and kept."""
     for config in (None, GOES_ON):
         assert make(config).accelerator.resume() is None
         assert "training starts from the beginning" in capfd.readouterr().err
@@ -456,7 +456,7 @@ def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_what_is_never_begun_anew(make: Make, tmp_path: Path) -> None:
-    """A script that was to go on and does not ask for a checkpoint, and damaged checkpoints only, are errors."""
+    """A script that must resume and requests no checkpoint, or has only damaged ones, gets an error."""
     make().run(range(1), save_after=3)
     training = make(GOES_ON)
     with pytest.raises(LoopError, match=r"Call accelerator\.resume\(\) after prepare"):
@@ -469,13 +469,13 @@ def test_what_is_never_begun_anew(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_save_that_never_ended_is_no_checkpoint(make: Make, tmp_path: Path) -> None:
-    """A run that was killed in its first save begins anew."""
+    """A run that was killed in its first save starts from scratch."""
     (tmp_path / "checkpoints" / ".checkpoint_0.01234567.writing").mkdir(parents=True)
     assert make(GOES_ON).accelerator.resume() is None
 
 
 def test_being_asked_to_stop(make: Make) -> None:
-    """SIGTERM is noted from the first question on, until the training ends; the script's own handler is called too."""
+    """SIGTERM is recorded from the first query to the end of training. The script's own handler runs too."""
     heard: list[int] = []
     own = lambda number, _: heard.append(number)  # noqa: E731
     before = signal.signal(signal.SIGTERM, own)
@@ -493,7 +493,7 @@ def test_being_asked_to_stop(make: Make) -> None:
 
 
 def test_signals_reach_the_main_thread_only(make: Make) -> None:
-    """Asking first elsewhere is an error that says so."""
+    """A first query outside the main thread is an error that says so."""
     accelerator, errors = make().accelerator, []
 
     def ask() -> None:
@@ -510,7 +510,7 @@ def test_signals_reach_the_main_thread_only(make: Make) -> None:
 @pytest.mark.parametrize("kind", ["lambda", "cosine", "one cycle", "warm-up", "steps", "the script's own"])
 @pytest.mark.parametrize("same_global_batch", [True, False])
 def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: bool, tmp_path: Path) -> None:
-    """A schedule that advanced twice per step, and here once, is where a run of one process is at that sample."""
+    """A scheduler that advanced twice per step, and here once, has one process's state at that sample."""
 
     def make_schedule(optimizer: torch.optim.Optimizer, total: int) -> Any:
         lrs = torch.optim.lr_scheduler
@@ -536,7 +536,7 @@ def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: b
     def train(times: int, batch: int, steps: int, total: int, load: Path | None = None) -> tuple[Any, Any, list[float]]:
         accelerator = Accelerator(cpu=True)
         model = torch.nn.Linear(4, 1)
-        # A rate that is a tensor, for a capturable optimizer, is no other program's to write to.
+        # A rate that is a tensor, for a capturable optimizer, belongs to the optimizer alone.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if kind != "cosine" else torch.tensor(0.1), momentum=0.9)
         data = TensorDataset(torch.ones(64, 4))
         held_out, loader = DataLoader(data, batch_size=5), DataLoader(data, batch_size=batch, shuffle=True)
@@ -553,7 +553,8 @@ def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: b
             rates.append(float(optimizer.param_groups[0]["lr"]))
         return accelerator, report, rates
 
-    # 24 counts of two processes are 12 steps; here they are 12 counts of as large steps, or 24 steps of half the size.
+    # 24 counts of two processes are 12 steps. Here they are 12 counts of equally large steps, or 24 steps of half the
+    # size.
     first, _, _ = train(2, 8, 6, 24)
     folder = first.save_state(tmp_path / "saved")
     first.end_training()
@@ -595,7 +596,7 @@ def _train_with_schedule(
 
 @pytest.mark.parametrize("kind", ["CosineAnnealingLR", "LambdaLR", "MultiStepLR"])
 def test_another_scheduler_goes_on_at_the_saved_count_with_its_own_rates(tmp_path: Path, kind: str) -> None:
-    """In place of the StepLR that was saved: torch alone mixes the two, or raises KeyError."""
+    """Another scheduler resumes at the saved count with its own rates. Torch alone mixes both or raises KeyError."""
     lrs = torch.optim.lr_scheduler
 
     def another(optimizer: Any) -> Any:
@@ -614,7 +615,7 @@ def test_another_scheduler_goes_on_at_the_saved_count_with_its_own_rates(tmp_pat
 
 @pytest.mark.parametrize("kind", ["another class", "fewer parts"])
 def test_a_scheduler_that_cannot_take_the_saved_state_is_an_error(tmp_path: Path, kind: str) -> None:
-    """One that counts measurements, and a sequence of fewer: the error names both classes and what to do."""
+    """A plateau scheduler or a shorter sequence raises an error that names both classes and the fix."""
     lrs = torch.optim.lr_scheduler
 
     names = ("StepLR", "ReduceLROnPlateau") if kind == "another class" else ("SequentialLR", "SequentialLR")

@@ -1,4 +1,4 @@
-"""Dividing what every process holds: the shares are consecutive, together the whole, and of one length if asked for."""
+"""Splitting what every process holds: consecutive parts, together complete, of one length on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shares(inputs: Any, count: int, padded: bool = False) -> list[Any]:
     ("length", "count", "sizes"), [(7, 3, [3, 2, 2]), (4, 2, [2, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])]
 )
 def test_shares_are_consecutive_and_the_first_are_longer(length: int, count: int, sizes: list[int]) -> None:
-    """Lists, tuples, tensors, arrays and dicts of them divide alike."""
+    """Lists, tuples, tensors, arrays and dicts of them are split into consecutive parts, the first ones longer."""
     numbers = list(range(length))
     for inputs in (numbers, tuple(numbers), torch.arange(length), np.arange(length), range(length)):
         found = shares(inputs, count)
@@ -36,7 +36,7 @@ def test_shares_are_consecutive_and_the_first_are_longer(length: int, count: int
 
 
 def test_types_are_kept_and_the_input_too() -> None:
-    """A tuple stays a tuple, and a dict is not changed in place, as it is used again for the next share."""
+    """A tuple stays a tuple, and a dict is not changed in place, since the next part needs it."""
     inputs = {"a": (1, 2, 3), "b": torch.arange(6).view(3, 2)}
     share = split(inputs, 1, 2, padded_on=CPU)
     assert share["a"] == (3, 3)
@@ -47,7 +47,7 @@ def test_types_are_kept_and_the_input_too() -> None:
 
 @pytest.mark.parametrize(("length", "count"), [(7, 3), (4, 2), (2, 4)])
 def test_padding_repeats_the_last(length: int, count: int) -> None:
-    """All shares are as long as the longest, so that results can be gathered."""
+    """With padding all parts are as long as the longest, so results can be gathered."""
     found = shares(list(range(length)), count, padded=True)
     assert len({len(share) for share in found}) == 1
     assert sorted({number for share in found for number in share}) == list(range(length))
@@ -56,13 +56,13 @@ def test_padding_repeats_the_last(length: int, count: int) -> None:
 
 
 def test_one_process_gets_all() -> None:
-    """Whatever is divided by one comes back whole."""
+    """One process gets everything unchanged."""
     assert split(["a", "b"], 0, 1, padded_on=None) == ["a", "b"]
     assert split([], 0, 1, padded_on=CPU) == []
 
 
 def test_a_data_set_is_selected_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `datasets.Dataset` gives a share of its own kind by `select`; the package is not imported for it."""
+    """A `datasets.Dataset` returns parts of its own type by `select`, without an import of the package."""
 
     class Dataset:
         def __init__(self, rows: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ def test_a_data_set_is_selected_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_divided_is_refused_on_one_process_too() -> None:
-    """A string would go whole to every process; unequal values of a dict would lose their pairs."""
+    """Strings, and dicts of unequal lengths, are refused on one process too."""
     with pytest.raises(LoopError, match="cannot divide a str"):
         split("text", 0, 1, padded_on=None)
     with pytest.raises(LoopError, match="cannot divide a set"):

@@ -1,4 +1,4 @@
-"""SIGTERM is noted while somebody listens for it, and does what it did before when nobody does any more."""
+"""SIGTERM is recorded while a training listens, and has its previous effect afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_plugin.distributed.process_end import StopRequest, find_stop_handler, 
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[Any]:
-    """What SIGTERM did before the test, and does after it."""
+    """Return the current SIGTERM handler, and restore it after the test."""
     before = signal.getsignal(signal.SIGTERM)
     yield before
     signal.signal(signal.SIGTERM, before)
@@ -27,7 +27,7 @@ def in_thread(call: Callable[[], None]) -> None:
 
 
 def test_in_a_thread_the_launchers_note_is_used_and_given_back() -> None:
-    """After the end of training nobody looks at the note: the next SIGTERM has to end the process."""
+    """After the end of training no code reads the note, so the next SIGTERM must end the process."""
     install_stop_handler()
     note, request = find_stop_handler(), StopRequest()
     assert note is not None
@@ -40,7 +40,7 @@ def test_in_a_thread_the_launchers_note_is_used_and_given_back() -> None:
 
 
 def test_in_the_main_thread(handler: Any) -> None:
-    """The handler that was there before comes back."""
+    """The previous handler is restored."""
     request = StopRequest()
     request.listen()
     signal.raise_signal(signal.SIGTERM)

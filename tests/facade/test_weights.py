@@ -1,4 +1,4 @@
-"""A model comes out of `prepare` again, and what is saved loads."""
+"""A model is unwrapped from `prepare`, and saved files load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def test_a_model_can_be_pickled_when_its_own_forward_is_back(accelerator: Accelerator) -> None:
-    """Unwrapping gives the user's module; only when it is asked to, without autocast around its forward."""
+    """Unwrapping returns the user's module. Its own forward, without autocast, is restored only on request."""
     model = nn.Linear(2, 2)
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     assert accelerator.unwrap_model(prepared) is model
@@ -33,13 +33,13 @@ def test_a_model_can_be_pickled_when_its_own_forward_is_back(accelerator: Accele
 
 
 def test_a_model_that_was_not_prepared_is_unwrapped_too(accelerator: Accelerator) -> None:
-    """As by `extract_model_from_parallel`."""
+    """An unprepared model is unwrapped too, like by `extract_model_from_parallel`."""
     model = nn.Linear(2, 2)
     assert accelerator.unwrap_model(nn.DataParallel(model)) is model
 
 
 def test_saving_tied_weights_as_safetensors(accelerator: Accelerator, tmp_path: Path) -> None:
-    """What safetensors would refuse is written once."""
+    """Tied weights, which safetensors refuses, are written once."""
     weight = torch.ones(2)
     accelerator.save({"a": weight, "b": weight}, tmp_path / "tied.safetensors", safe_serialization=True)
     assert list(load_file(tmp_path / "tied.safetensors")) == ["a"]

@@ -1,6 +1,6 @@
-"""Trains a small model; at MOMENT a FAULT comes over RANK. Arguments: MOMENT FAULT RANK STAGE LIMIT, and a mark.
+"""Trains a small model in which a FAULT hits RANK at MOMENT: MOMENT FAULT RANK STAGE LIMIT, and a mark.
 
-The process group's limit is so many seconds, so that who waits in vain is known soon.
+LIMIT is the process group's time-out in seconds, which soon ends ranks that wait without success.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from zero_plugin import Accelerator, InitProcessGroupKwargs, ProjectConfiguratio
 
 
 def exhaust_memory() -> None:
-    """Ask for more than the process may have."""
+    """Allocate more memory than the process may have."""
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
 def deadlock() -> None:
-    """Wait for a lock that this thread holds itself."""
+    """Wait for a lock that this thread holds."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
 def loop() -> None:
-    """Compute without an end, when nobody else wants the processor."""
+    """Compute in an endless loop at the lowest priority."""
     os.nice(19)
     while True:
         pass
@@ -87,7 +87,7 @@ def main(moment: str, fault: str, rank: int, stage: int, limit: float) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
     for number, (batch,) in enumerate(loader):
         if number == 2:
-            if fault == "loop":  # what is next waits in vain however slow the machine is, and a processor is busy
+            if fault == "loop":  # the next call times out however slow the machine is, and keeps a core busy
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
             reach("forward")
         loss = model(batch).square().mean()

@@ -1,4 +1,4 @@
-"""Trains at stage 3 with all that can be on NVMe; before a step something happens to the folder. FOLDER FAULT STEP."""
+"""Trains at stage 3 with everything on NVMe. Before a step a fault hits the folder. FOLDER FAULT STEP."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_plugin import Accelerator
 
 
 def remove(folder: Path) -> None:
-    """As another user of the disk may."""
+    """Remove the files, as another user of the disk may."""
     shutil.rmtree(folder)
 
 
 def fill(folder: Path) -> None:
-    """Leave no room on the disk."""
+    """Fill the disk."""
     with (folder / "filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -27,7 +27,7 @@ def fill(folder: Path) -> None:
 
 
 def main(folder: Path, fault: str, step: int) -> None:
-    """Four steps of layers that are large enough to be swapped."""
+    """Take four steps with layers that are large enough to be swapped."""
     place = {"device": "nvme", "nvme_path": str(folder)}
     zero = {
         "stage": 3,

@@ -1,4 +1,4 @@
-"""Runs that are disturbed: each ends in bounded time with the right code and word; no process and no port is left."""
+"""Interrupted runs end in bounded time with the right code and message, and leave no process and no port."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 TRAIN = Path(__file__).parent / "train_interrupted.py"
 
-# The fault, its rank and its moment come as arguments, beside a mark to find the processes by.
+# Fault, rank and moment are arguments, followed by a mark that identifies the processes.
 LOOP = """
 import os, sys, time
 from datetime import timedelta
@@ -54,7 +54,7 @@ CODES = {"kill": 137, "terminate": 143, "stop": 1, "exception": 1, "exit": 3, "l
 
 
 def disturb(start: Start, tmp_path: Path, fault: str, world: int, rank: int, seconds: float) -> None:
-    """One run with one fault over one rank, some seconds after the processes came up; what has to be true of it."""
+    """Run with one fault on one rank, some seconds after the start, and check the end."""
     (tmp_path / "loop.py").write_text(LOOP)
     workers = Workers(uuid.uuid4().hex)
     launcher = start(
@@ -84,12 +84,12 @@ def disturb(start: Start, tmp_path: Path, fault: str, world: int, rank: int, sec
 
 
 class Training:
-    """Starts of the training script in a folder of their own, one after another.
+    """Starts of the training script in a separate folder, one after another.
 
     Args:
         start: starts a launcher.
         folder: where the launcher runs.
-        stage: of ZeRO; 0 is DDP.
+        stage: ZeRO stage; 0 is DDP.
     """
 
     def __init__(self, start: Start, folder: Path, stage: int) -> None:
@@ -100,28 +100,28 @@ class Training:
     def start(
         self, *flags: str, pause: float = 0.15, fault: tuple[str, ...] = (), **forks: str
     ) -> subprocess.Popen[str]:
-        """Start it once more; `pause` seconds after each of its 16 steps."""
+        """Start the script again, with `pause` seconds after each of its 16 steps."""
         script = (str(TRAIN), self.out.name, str(self._stage), str(pause), *fault)
         return self._start("--cpu", "--num_processes", "2", *flags, *script, OMP_NUM_THREADS="1", **forks)
 
     def finish(self, launcher: subprocess.Popen[str]) -> tuple[int, str]:
-        """Exit code, and what was printed to stderr."""
+        """Return exit code and stderr."""
         errors = self.workers.finish(launcher)
         return launcher.returncode, errors
 
     def result(self) -> Any:
-        """Steps, losses and sums of weights at the end, bit by bit."""
+        """Return steps, losses and sums of weights at the end, bit by bit."""
         return json.loads((self.out / "final.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Any]:
-    """What a training without a fault ends with, by stage, once it is known."""
+    """Return each stage's result without a fault, cached."""
     return {}
 
 
 def expect_same_end(training: Training, stage: int, undisturbed: dict[int, Any], start: Start, folder: Path) -> None:
-    """The disturbed training ended bit by bit as one without a fault."""
+    """Assert that the disturbed training ended bitwise like one without a fault."""
     if stage not in undisturbed:
         plain = Training(start, folder, stage)
         assert plain.finish(plain.start(pause=0))[0] == 0
@@ -135,7 +135,7 @@ def test_a_restart_and_a_request_to_stop(
     lines_of: Callable[..., Iterator[str]],
     forked_workers: dict[str, str],
 ) -> None:
-    """After a kill the run goes on from its checkpoint; after SIGTERM the next start does; the end is the same bits."""
+    """After a kill the run resumes from its checkpoint, after SIGTERM the next start does. The final bits are equal."""
     training = Training(start, tmp_path, 0)
     launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"), **forked_workers)
     assert launcher.stdout is not None
@@ -156,7 +156,7 @@ def test_a_restart_and_a_request_to_stop(
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(35))
 def test_any_fault_at_any_moment(seed: int, start: Start, tmp_path: Path) -> None:
-    """A random fault over a random rank of two or three, while they start, meet or compute."""
+    """A random fault hits a random rank of two or three during start, rendezvous or computation."""
     draw = random.Random(seed)
     fault, world = FAULTS[seed % len(FAULTS)], draw.choice((2, 3))
     disturb(start, tmp_path, fault, world, draw.randrange(world), draw.choice((0.0, draw.uniform(0, 6))))
@@ -165,7 +165,7 @@ def test_any_fault_at_any_moment(seed: int, start: Start, tmp_path: Path) -> Non
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(12))
 def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path, undisturbed: dict[int, Any]) -> None:
-    """Ranks killed at random moments, SIGTERM at another, then --auto_resume: the end is the undisturbed one's."""
+    """Random kills of ranks, then a SIGTERM, then --auto_resume give the undisturbed run's end."""
     draw = random.Random(100 + seed)
     stage = (0, 2)[seed % 2]
     training = Training(start, tmp_path, stage)
@@ -190,7 +190,7 @@ def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path,
 def test_a_machine_that_is_lost_and_comes_back(
     start: Start, tmp_path: Path, undisturbed: dict[int, Any], free_port: Callable[[], int]
 ) -> None:
-    """Of two launchers one is killed and started again: the other waits for it, and both go on from the checkpoint."""
+    """One of two launchers is killed and restarted. The other waits, and both resume from the checkpoint."""
     training = Training(start, tmp_path, 0)
     port = free_port()
     endpoint = f"127.0.0.1:{port}"

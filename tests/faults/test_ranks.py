@@ -1,4 +1,4 @@
-"""A fault comes over one rank at some moment of a training: the run ends soon, names that rank, and leaves nothing."""
+"""A fault hits one rank at some moment of a training: the run ends soon, names that rank, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parent / "disturbed.py"
 MOMENTS = ("start", "group", "prepare", "forward", "backward", "step", "save", "gather", "end")
-# Of each fault, the launch's exit code, and what it says of the rank: one of these.
+# For each fault: the launch's exit code, and the possible messages about the rank.
 FAULTS = {
     "kill": (137, "rank {rank} was ended by signal 9 (SIGKILL)"),
     "segfault": (139, "rank {rank} was ended by signal 11 (SIGSEGV)"),
@@ -31,7 +31,7 @@ FAULTS = {
     "memory": (1, "rank {rank} failed first, with exit code 1"),
     "exit": (3, "rank {rank} failed first, with exit code 3"),
     "leave": (1, "rank {rank} did not run at that time: it had ended, with exit code 0"),
-    # A process that has an `Accelerator` ends it so, to which the others have not come.
+    # A process with an `Accelerator` ends so if the others have not reached its end.
     "sys_exit": (
         1,
         "rank {rank} did not run at that time: it had ended, with exit code 0",
@@ -71,7 +71,7 @@ def test_a_rank(
     forked_alone: dict[str, str],
     tried: Callable[..., dict[str, Any]],
 ) -> None:
-    """Within the bound, with the code and the words that are right, and the other rank is not blamed."""
+    """The run ends within the bound, with the right code and message, and does not blame the other rank."""
     rank = (len(moment) + len(fault)) % 2
     workers = Workers(uuid.uuid4().hex)
     limit = "20" if (moment, fault, stage) in DAILY else "8"  # a slow machine is no fault

@@ -1,4 +1,4 @@
-"""What is around a run fails: the reader of its output, a port, a name, memory, a disk. It ends soon, and says why."""
+"""A run's surroundings fail: output reader, port, host name, memory, disk. The run ends soon and says why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ accelerator.wait_for_everyone()
 def expect(
     launcher: subprocess.Popen[str], row: dict[str, Any], workers: Workers, code: int, *words: str
 ) -> tuple[str, float]:
-    """The end of a run, with what must be true of it; what it printed to stderr, and the seconds."""
+    """Assert the facts about a run's end. Return stderr and the seconds."""
     began = time.monotonic()
     errors = workers.finish(launcher)
     row["ended in time"], row["slowest s"] = 1, time.monotonic() - began
@@ -62,7 +62,7 @@ def expect(
 
 
 def test_a_reader_that_goes(start: Start, tmp_path: Path, tried: Tried) -> None:
-    """`launch … | head -1`: the rank that prints fails, and the run with it."""
+    """With `launch … | head -1`, the rank that prints fails, and the run with it."""
     (tmp_path / "talks.py").write_text(TALKS)
     mark = uuid.uuid4().hex
     launcher = start("--cpu", "--num_processes", "2", "talks.py", mark)
@@ -75,7 +75,7 @@ def test_a_reader_that_goes(start: Start, tmp_path: Path, tried: Tried) -> None:
 
 
 def test_a_port_that_is_taken(start: Start, tmp_path: Path, tried: Tried) -> None:
-    """Known before anything is started."""
+    """A port in use is reported before any process starts."""
     (tmp_path / "talks.py").write_text(TALKS)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -85,7 +85,7 @@ def test_a_port_that_is_taken(start: Start, tmp_path: Path, tried: Tried) -> Non
 
 
 def test_a_name_that_is_not_known(start: Start, tmp_path: Path, tried: Tried) -> None:
-    """Names may come later, with a machine that is not up yet: so the time is the rendezvous' own, 600 s unless set."""
+    """An unknown host name may still appear with its machine, so the rendezvous' time-out applies: 600 s by default."""
     (tmp_path / "talks.py").write_text(TALKS)
     several = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "no-such-host.invalid")
     launcher = start("--cpu", "--num_processes", "2", *several, "--rdzv_conf", "timeout=2", "talks.py")
@@ -96,7 +96,7 @@ def test_a_name_that_is_not_known(start: Start, tmp_path: Path, tried: Tried) ->
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group of 1.5 GB, where this user may make one; the file `procs` in it takes a process in."""
+    """Create a control group of 1.5 GB, if permitted. Its file `procs` adds a process."""
     root, limit = (MEMORY, "memory.limit_in_bytes") if MEMORY.is_dir() else (UNIFIED, "memory.max")
     group = root / f"zero_plugin_{uuid.uuid4().hex}"
     try:
@@ -110,7 +110,7 @@ def memory_group() -> Iterator[Path]:
 
 @pytest.mark.campaign
 def test_memory_of_a_control_group(start_program: Start, tmp_path: Path, tried: Tried, memory_group: Path) -> None:
-    """The kernel kills the process that takes too much: its rank is named, and that memory ran out."""
+    """The kernel kills the process that uses too much. The message names its rank and the lack of memory."""
     (tmp_path / "eats.py").write_text(EATS)
     mark = uuid.uuid4().hex
     join = f"echo $$ > {memory_group / 'cgroup.procs'}; exec "
@@ -123,7 +123,7 @@ def test_memory_of_a_control_group(start_program: Start, tmp_path: Path, tried: 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 600 MB of its own, where this user may mount one."""
+    """Mount a separate disk of 600 MB, if permitted."""
     image, place = tmp_path / "image", tmp_path / "disk"
     place.mkdir()
     with image.open("wb") as file:
@@ -148,7 +148,7 @@ ENDS = {
 @pytest.mark.campaign
 @pytest.mark.parametrize(("fault", "step"), list(ENDS))
 def test_the_disk_of_an_offload(fault: str, step: int, start: Start, disk: Path, tried: Tried, built_ops: None) -> None:
-    """Removed in the midst of it, or full before the first gradients; later, with all files there, full is harmless."""
+    """A disk removed midway, or full before the first gradients, ends the run. Full later, it is harmless."""
     folder, mark = disk / "nvme", uuid.uuid4().hex
     folder.mkdir()
     launcher = start("--num_processes", "2", str(OFFLOADS), str(folder), fault, str(step), mark, OMP_NUM_THREADS="1")

@@ -1,7 +1,7 @@
-"""Trains two epochs, saves often, goes on from where it was; OUT STAGE PAUSE [kill RANK STEP].
+"""Trains two epochs, saves often, and resumes: OUT STAGE PAUSE [kill RANK STEP].
 
-The fault, SIGKILL, comes over one rank the first time that it has taken so many steps. With `again` in place of a fault
-the same is trained once more, from the start.
+The fault, SIGKILL, hits one rank when it first reaches that many steps. With `again` instead of a fault, the same
+training runs once more from the start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_plugin import Accelerator, ProjectConfiguration
 
 
 def main(out: Path, stage: int, pause: float, rank: int = -1, at: int = -1) -> None:
-    """Write the last weights' sum, bit by bit, and the number of steps of each start."""
+    """Write the sum of the final weights, bit by bit, and the number of steps of each start."""
     section = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True} if stage else None
     project = ProjectConfiguration(out, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(config=section, project_config=project)

@@ -1,8 +1,8 @@
-"""Programs of others: their libraries, unchanged, train under `zero-plugin launch` as one process does without ZeRO.
+"""Unchanged libraries train under `zero-plugin launch` like one process without ZeRO.
 
-Each file in `programs` imports a library, trains a tiny model of eight samples a step, on any number of processes,
-and prints the losses that the library logs. Those whose library is not installed are skipped: `make test-foreign` has
-them all, in an environment of their own.
+Each file in `programs` imports a library, trains a tiny model with eight samples a step on any number of processes, and
+prints the losses that the library logs. Programs without an installed library are skipped. `make test-foreign` installs
+all libraries in a separate environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.programs
 
 HERE = Path(__file__).parent
 LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
-# What each one needs, and how far its losses may be from those of one process: some are rounded where they are logged.
+# Each program's requirements and loss tolerance against one process. Some libraries round losses in their log.
 PROGRAMS = {
     "diffusers_unconditional": (("diffusers",), 1e-4),
     "nanogpt": ((), 1e-4),
@@ -50,7 +50,7 @@ DAILY = {("trainer", "zero2"), ("peft_lora", "zero3"), ("nanogpt", "zero2")}
 
 @pytest.fixture(scope="module")
 def plain_losses() -> dict[str, list[float]]:
-    """The losses of each program on one process without ZeRO, once it has run."""
+    """Return the losses of each program on one process without ZeRO, cached."""
     return {}
 
 
@@ -62,9 +62,9 @@ def losses_of(
     forked_alone: dict[str, str],
     built_ops: None,
 ) -> Callable[..., list[float]]:
-    """Run a program to its end, under the launcher where flags of it are given; the losses that it prints.
+    """Run a program to its end, under the launcher if flags are given. Return the printed losses.
 
-    The launcher is a fork, and so are the workers whose program ends its process group itself.
+    The launcher is a fork, and so are the workers of programs that end their process group themselves.
     """
 
     def losses_of(program: str, *flags: str) -> list[float]:
@@ -82,7 +82,7 @@ def losses_of(
 
 
 def marks(program: str, config: str) -> list[pytest.MarkDecorator]:
-    """A group for each program, so that its losses on one process are computed once."""
+    """Put each program into a group, so its losses on one process are computed once."""
     group = pytest.mark.xdist_group(f"foreign-{program}")
     return [group] if (program, config) in DAILY else [group, pytest.mark.campaign]
 
@@ -100,7 +100,7 @@ def test_trains_as_one_process_does(
     plain_losses: dict[str, list[float]],
     tmp_path: Path,
 ) -> None:
-    """The same losses with two processes and ZeRO."""
+    """Two processes with ZeRO give the same losses."""
     needs, tolerance = PROGRAMS[program]
     if missing := [module for module in needs if importlib.util.find_spec(module) is None]:
         pytest.skip(f"{', '.join(missing)} not installed; `make test-foreign` has it")

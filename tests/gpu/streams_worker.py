@@ -1,8 +1,8 @@
 """Trains with and without delays on the GPU's streams: STORE RANK WORLD PATH PRECISION FOLDER.
 
-A copy between GPU and CPU memory that does not wait for what writes or reads its tensors takes other values as soon as
-a stream is late. So each forward and backward of a layer, and each use of a stream beside the main one, is preceded by
-milliseconds of nothing on that stream.
+A copy between GPU and CPU memory that does not wait for the writer or reader of its tensors copies wrong values if a
+stream is late. So milliseconds of idle time precede each forward and backward of a layer, and each use of a side
+stream, on that stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CYCLES = 4_000_000  # two milliseconds
 
 @contextmanager
 def delays(seed: int | None) -> Iterator[random.Random]:
-    """Delay what is queued on other streams than the main one; nothing where there is no seed."""
+    """Delay work on side streams, or do nothing without a seed."""
     draw = random.Random(seed)
     enter = torch.cuda.StreamContext.__enter__
 
@@ -43,7 +43,7 @@ def delays(seed: int | None) -> Iterator[random.Random]:
 
 
 def train(path: str, precision: str, folder: Path, seed: int | None) -> dict[str, Any]:
-    """Losses, last weights, and the weights that a save behind the training has written after half of the steps."""
+    """Return losses, final weights, and the weights of an asynchronous save after half of the steps."""
     loading = DataLoaderConfiguration(non_blocking=True)
     accelerator = start(path, precision, str(folder / "nvme"), accumulation=2, dataloader_config=loading)
     net = make_net()

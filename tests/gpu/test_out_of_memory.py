@@ -1,4 +1,4 @@
-"""A GPU's memory that does not suffice: the run starts again with smaller micro-batches, for the same losses."""
+"""If GPU memory runs out, the run restarts with smaller micro-batches and gives the same losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).parent / "train_short_of_memory.py")
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_smaller_micro_batches_until_they_fit(stage: int | None, tmp_path: Path) -> None:
-    """Twice halved, each time said once; accumulation, losses and weights are those of a run started so."""
+    """The micro-batch is halved twice, each logged once. Accumulation, losses and weights equal a run started so."""
     section: dict[str, object] = dict.fromkeys(
         ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto"
     )

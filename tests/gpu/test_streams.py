@@ -1,4 +1,4 @@
-"""Copies between GPU and CPU memory wait for what they copy: a late stream changes no number."""
+"""Copies between GPU and CPU memory wait for their tensors: a late stream changes no number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORKER = Path(__file__).parent / "streams_worker.py"
 def test_a_late_stream_changes_nothing(
     path: str, precision: str, run_processes: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """Losses, weights, and what a save behind the training wrote are bitwise equal with delays and without."""
+    """Losses, weights, and an asynchronous save are bitwise equal with and without delays."""
     run_processes(WORKER, 1, path, precision, tmp_path)
     quiet, *late = torch.load(tmp_path / "results.pt")
     assert len(quiet["losses"]) == 12

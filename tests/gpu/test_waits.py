@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "waits_worker.py"
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_step_is_queued(precision: str, run_processes: Callable[..., list[str]], tmp_path: Path) -> None:
-    """Half a second of work on the GPU before a step does not delay the host, with clipping and without."""
+    """Half a second of GPU work before a step does not delay the host, with and without clipping."""
     run_processes(WORKER, 1, "single", precision, tmp_path)
     for host, whole in json.loads((tmp_path / "waits.json").read_text()):
         assert host < whole / 2, (host, whole)

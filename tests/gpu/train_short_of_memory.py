@@ -1,4 +1,4 @@
-"""Trains where the GPU's memory suffices for eight samples: FOLDER. Then the same with the batch size that sufficed."""
+"""Trains where GPU memory fits eight samples, then again with the batch size that fitted: FOLDER."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zero_plugin import Accelerator
 from zero_plugin.config.run_files import CUT_VARIABLE
 
 LENGTH, WIDTH, LAYERS = 2048, 1024, 16
-CAP = 9 << 28  # a sample's activations take an eighth of a GiB, so that of 16 those alone take 2
+CAP = 9 << 28  # a sample's activations take 1/8 GiB, so 16 samples take 2 GiB of activations alone
 
 
 def train(size: int, accumulation: int) -> tuple[int, list[float], list[float], float]:
-    """Accumulation, the mean loss of each optimizer step, sums of the last weights, and the peak in GiB."""
+    """Return accumulation, mean loss of each step, sums of the final weights, and peak memory in GiB."""
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(CAP / total, 0)

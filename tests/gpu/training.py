@@ -1,4 +1,4 @@
-"""What the GPU's tests train, alone in a group of one over NCCL."""
+"""The training of the GPU tests, alone in a process group over NCCL."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ PATHS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def group_of_one() -> Iterator[list[str]]:
-    """Around all of a worker, `STORE RANK WORLD ARGS…`; the arguments."""
+    """Wrap a worker `STORE RANK WORLD ARGS…` in a process group. Yield the arguments."""
     store, rank, world, *arguments = sys.argv[1:]
-    backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"  # without a GPU the scripts can be tried
+    backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"  # allows a trial of the scripts without a GPU
     with process_group(store, rank, world, backend=backend):
         yield arguments
 
 
 def start(path: str, precision: str, nvme: str = "", accumulation: int = 1, **arguments: Any) -> Accelerator:
-    """An Accelerator on a path."""
+    """Create an Accelerator on a path."""
     zero = json.loads(json.dumps(PATHS[path]).replace("NVME", nvme))
     section: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     if zero:
@@ -62,6 +62,6 @@ def start(path: str, precision: str, nvme: str = "", accumulation: int = 1, **ar
 
 
 def make_net() -> nn.Sequential:
-    """The same weights each time."""
+    """Create a model with the same weights each time."""
     torch.manual_seed(5)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))

@@ -1,4 +1,4 @@
-"""Times how long the host waits in steps while the GPU is busy: STORE RANK WORLD PATH PRECISION FOLDER."""
+"""Measures how long the host waits in steps while the GPU is busy: STORE RANK WORLD PATH PRECISION FOLDER."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUSY = 1_000_000_000  # cycles, half a second
 
 
 def seconds_of_host(step: Callable[[], object]) -> tuple[float, float]:
-    """Of a step that is called while the GPU has half a second to do yet, and until all is done."""
+    """Return the seconds of a step's call while the GPU has half a second of work, and until all work is done."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()

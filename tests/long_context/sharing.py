@@ -1,4 +1,4 @@
-"""Models, samples and training loops: on one process in plain torch, and over an Accelerator whose processes share."""
+"""Models, samples and training loops: in plain torch on one process, and with an Accelerator that shares samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS, LENGTH = 64, 16
 
 
 def llama(**changes: Any) -> nn.Module:
-    """Two layers, four heads, of which two share keys."""
+    """Create two layers with four heads, of which two share keys."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -30,7 +30,7 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """Two layers, four heads, embeddings tied to the head."""
+    """Create two layers with four heads, and embeddings tied to the head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "use_cache": False}
@@ -40,7 +40,7 @@ def gpt2(**changes: Any) -> nn.Module:
 
 
 def mistral(**changes: Any) -> nn.Module:
-    """Two layers that attend to five positions."""
+    """Create two layers that attend to five positions."""
     from transformers import MistralConfig, MistralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -53,14 +53,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"llama": llama, "gpt2": gpt2, "mi
 
 
 def make_samples(kind: str, count: int = 16, length: int = LENGTH) -> list[dict[str, Tensor]]:
-    """Samples of one kind.
+    """Create samples of one kind.
 
     Args:
-        kind: `plain`; `right` or `left`, where they are padded to one length, and padding has no label; `labelled`,
-            padded at the left with labels in the padding; `packed`, two documents in each; `half`, where the second
-            half has no labels.
-        count: how many.
-        length: of each.
+        kind: `plain`; `right` or `left`, padded to one length without labels in the padding; `labelled`, padded at
+            the
+            left with labels in the padding; `packed`, two documents in each; `half`, no labels in the second half.
+        count: number of samples.
+        length: length of each sample.
     """
     generator = torch.Generator().manual_seed(7)
     samples = []
@@ -92,9 +92,9 @@ class Case:
         samples: a kind of `make_samples`.
         accumulation: micro-batches per step.
         clip: largest gradient norm.
-        length: of the samples.
-        count: of the samples.
-        adam: AdamW, else SGD, whose steps are as exact as the gradients.
+        length: length of the samples.
+        count: number of samples.
+        adam: AdamW, otherwise SGD, whose steps are as exact as the gradients.
     """
 
     model: str = "llama"
@@ -106,24 +106,24 @@ class Case:
     adam: bool = False
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """That of the training."""
+        """Create the training's optimizer."""
         if self.adam:
             return torch.optim.AdamW(model.parameters(), lr=1e-3)
         return torch.optim.SGD(model.parameters(), lr=0.3)
 
     def loader(self, groups: int = 1) -> DataLoader[Any]:
-        """Of all samples, in their order; several groups of processes complete their last step from the first ones."""
+        """Create a loader of all samples in order. Several groups complete their last step from the first samples."""
         samples = make_samples(self.samples, self.count, self.length)
         repeated = samples[: -self.count % (2 * groups)] if groups > 1 else []
         return DataLoader(samples + repeated, batch_size=2)
 
 
 def train_plainly(case: Case, groups: int) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    """On one process: the loss of each step, the weights in the end, and the logits of all samples then.
+    """Train on one process. Return each step's loss, the final weights, and then the logits of all samples.
 
     Args:
-        case: what is trained.
-        groups: how many micro-batches are computed at the same time, in the training that is compared.
+        case: the training.
+        groups: number of micro-batches that the compared training computes together.
     """
     model = MODELS[case.model]()
     optimizer = case.optimizer(model)
@@ -148,7 +148,7 @@ def train_plainly(case: Case, groups: int) -> tuple[list[float], dict[str, Tenso
 def train_shared(
     accelerator: Accelerator, case: Case, model: nn.Module | None = None
 ) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    """Over `accelerator`, by the loop that any training has: the same three results."""
+    """Train over `accelerator` with a usual loop. Return the same three results."""
     model = MODELS[case.model]() if model is None else model
     model, optimizer, loader = accelerator.prepare(model, case.optimizer(model), case.loader())
     losses, window = [], []
@@ -176,13 +176,13 @@ def train_shared(
 def sharing(
     path: str, size: int, *, deepspeed: dict[str, Any] | None = None, **arguments: Any
 ) -> Iterator[Accelerator]:
-    """An Accelerator on `path` whose groups have `size` processes, ended in the end."""
+    """Create an Accelerator on `path` with groups of `size` processes, and end it after the test."""
     with running(path, deepspeed={"sequence_parallel_size": size, **(deepspeed or {})}, **arguments) as accelerator:
         yield accelerator
 
 
 def assert_trains_alike(path: str, size: int, case: Case, tolerance: float = 2e-5) -> None:
-    """Losses, weights and logits are those of one process; one group has half the samples: as many steps as two."""
+    """Assert one process's losses, weights and logits. One group has half the samples, so as many steps as two."""
     groups = dist.get_world_size() // size
     case = replace(case, count=case.count * groups // 2)
     wanted = train_plainly(case, groups)

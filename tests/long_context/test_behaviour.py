@@ -1,4 +1,4 @@
-"""What a loop sees whose processes share their samples: results, random numbers, metrics, checkpoints, mistakes."""
+"""Loops whose processes share samples: results, random numbers, metrics, checkpoints, mistakes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _is_everywhere(value: Any) -> bool:
 
 
 def _step(path: str, model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    """The weights after one step over an Accelerator whose processes share all samples."""
+    """Return the weights after one step with an Accelerator whose processes share all samples."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model, optimizer = accelerator.prepare(model, _sgd(model))
         accelerator.backward(loss_of(model))
@@ -65,7 +65,7 @@ def _assert_same_step(path: str, build: Callable[[], nn.Module], loss_of: Callab
     found, wanted = _step(path, build(), loss_of), _step_plainly(build(), loss_of)
     for name in found.keys() & wanted.keys():
         assert (found[name] - wanted[name]).abs().max() < 1e-5, name
-    assert found.keys() == wanted.keys() or any("lora_A" in name for name in found)  # of adapters there is no more
+    assert found.keys() == wanted.keys() or any("lora_A" in name for name in found)  # adapters have no more weights
 
 
 # ---- losses and results ----------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def _assert_same_step(path: str, build: Callable[[], nn.Module], loss_of: Callab
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_a_loss_by_hand_from_complete_logits(path: str) -> None:
-    """Without labels a forward gives complete logits, also in training: any loss of them has its right gradients."""
+    """Without labels a forward gives complete logits, also in training, and any loss of them has right gradients."""
     batch = _batch()
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -88,7 +88,7 @@ def test_a_loss_by_hand_from_complete_logits(path: str) -> None:
 
 @on_paths("zero2")
 def test_arguments_by_position_and_without_positions(path: str) -> None:
-    """Batches that the script has made by itself are cut as those of a loader."""
+    """Batches that the script makes are cut like a loader's."""
     batch = _batch("right", length=13)
     _assert_same_step(
         path, llama, lambda m: m(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
@@ -97,14 +97,14 @@ def test_arguments_by_position_and_without_positions(path: str) -> None:
 
 @on_paths("zero2")
 def test_tokens_counted_by_the_script(path: str) -> None:
-    """`num_items_in_batch`, by which a Trainer divides, means what it does with one process."""
+    """`num_items_in_batch`, by which a Trainer divides, has the same meaning as on one process."""
     batch = _batch()
     _assert_same_step(path, llama, lambda m: m(**batch, num_items_in_batch=50).loss)
 
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_embeddings_in_place_of_ids(path: str) -> None:
-    """As prompt tuning gives them: gradients reach what is before the model."""
+    """With embeddings as in prompt tuning, gradients reach the layers before the model."""
 
     class Prompted(nn.Module):
         def __init__(self) -> None:
@@ -124,7 +124,7 @@ def test_embeddings_in_place_of_ids(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_gradients_of_embeddings(path: str) -> None:
-    """Every process has the complete gradient of what it gave to the model, as adversarial training needs it."""
+    """Every process has the complete gradient of its input, as adversarial training needs."""
     batch = _batch("half")
     plain = llama()
     embedded = plain.get_input_embeddings()(batch["input_ids"]).detach()
@@ -141,7 +141,7 @@ def test_gradients_of_embeddings(path: str) -> None:
 
 @on_paths("zero2")
 def test_another_label_that_is_ignored(path: str) -> None:
-    """`ignore_index` of transformers' losses counts for what fills up, too."""
+    """`ignore_index` of transformers' losses applies to padding too."""
     batch = _batch(length=13)
     labels = batch["labels"].clone()
     labels[:, :4] = 0
@@ -150,7 +150,7 @@ def test_another_label_that_is_ignored(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_class_that_a_script_has_derived(path: str) -> None:
-    """It may pool hidden states, or add to a loss: what transformers has within it gives complete ones."""
+    """A derived class may pool hidden states or add to a loss: inside it, transformers gives complete ones."""
     from transformers import LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
@@ -184,7 +184,7 @@ def test_a_class_that_a_script_has_derived(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_base_model_below_another_head(path: str) -> None:
-    """A model without a head gives complete hidden states, of which the script's own head computes its loss."""
+    """A model without a head gives complete hidden states, from which the script's head computes its loss."""
 
     class Classifier(nn.Module):
         def __init__(self) -> None:
@@ -202,7 +202,7 @@ def test_a_base_model_below_another_head(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_checkpointed_layers(path: str) -> None:
-    """Layers that are computed again in the backward attend again as they did."""
+    """Layers that are recomputed in the backward attend as in the forward."""
     batch = _batch("packed")
     for reentrant in (False, True):
 
@@ -217,7 +217,7 @@ def test_checkpointed_layers(path: str) -> None:
 
 @on_paths("zero2", processes=(2, 4))
 def test_more_processes_than_key_heads(path: str) -> None:
-    """Key heads are repeated where there are fewer of them than processes, or they do not divide."""
+    """Key heads are repeated if they are fewer than the processes, or do not divide."""
     batch = _batch()
     of_two, of_four = ((1, 4), (3, 12)), ((1, 4), (2, 4), (4, 4), (2, 8), (3, 12))
     for keys, heads in of_two if dist.get_world_size() == 2 else of_four:
@@ -227,7 +227,7 @@ def test_more_processes_than_key_heads(path: str) -> None:
 
 @on_paths("zero2")
 def test_values_of_another_size(path: str) -> None:
-    """Heads of values may have another size than those of queries and keys, as in multi-head latent attention."""
+    """Heads of values may differ in size from queries and keys, as in multi-head latent attention."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
@@ -253,14 +253,14 @@ def test_values_of_another_size(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_table_of_positions_that_just_suffices(path: str) -> None:
-    """What fills sequences up takes no positions beyond those of the samples."""
+    """Padding needs no positions beyond those of the samples."""
     batch = _batch(length=15)
     _assert_same_step(path, lambda: gpt2(n_positions=15), lambda m: m(**batch).loss)
 
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_adapters(path: str) -> None:
-    """LoRA by PEFT, which wraps the model of transformers."""
+    """PEFT's LoRA, which wraps the transformers model, trains alike."""
     from peft import LoraConfig, get_peft_model
 
     def build() -> nn.Module:
@@ -277,7 +277,7 @@ def test_adapters(path: str) -> None:
 
 
 class Own(nn.Module):
-    """A decoder that calls this package's functions; with one process they do nothing."""
+    """A decoder that calls this package's functions, which do nothing on one process."""
 
     supports_sequence_parallel = True
 
@@ -297,7 +297,7 @@ class Own(nn.Module):
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_a_model_of_ones_own(path: str) -> None:
-    """Parameters before, within and after what is computed on parts get complete gradients."""
+    """Parameters before, within and after the shared part get complete gradients."""
     batch = _batch()
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -308,7 +308,7 @@ def test_a_model_of_ones_own(path: str) -> None:
 
 @on_paths("zero2")
 def test_positions_of_all_rows_alike(path: str) -> None:
-    """One row of positions tells the documents of every row apart, with one process too."""
+    """One row of positions separates every row's documents, on one process too."""
     torch.manual_seed(4)
     heads = [torch.randn(2, 4, 8, 4, device=DEVICE) for _ in range(3)]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=DEVICE)
@@ -321,7 +321,7 @@ def test_positions_of_all_rows_alike(path: str) -> None:
 
 
 class Summed(Own):
-    """The same, whose loss is a sum of those of the parts."""
+    """The same decoder with a loss that is a sum over the parts."""
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = cut(self.words(ids) + self.positions.weight[: ids.shape[1]])
@@ -345,7 +345,7 @@ def test_a_loss_that_is_a_sum_of_parts(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_bf16(path: str) -> None:
-    """The loss of one process in bf16, but for its rounding."""
+    """The loss equals one process's in bf16, except for rounding."""
     batch = _batch("packed")
     with sharing(path, dist.get_world_size(), mixed_precision="bf16") as accelerator:
         model = llama()
@@ -362,7 +362,7 @@ def test_bf16(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_text_is_generated_as_without(path: str) -> None:
-    """A forward with a cache is complete on each process, and may be another one on each."""
+    """A forward with a cache is complete on each process, and may differ between processes."""
     ids, how = _batch()["input_ids"][:, :5], {"do_sample": False, "pad_token_id": 0, "use_cache": True}
     wanted = llama().generate(ids, max_new_tokens=4, **how)
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -377,7 +377,7 @@ def test_text_is_generated_as_without(path: str) -> None:
 
 @on_paths("zero2")
 def test_decoding_by_hand(path: str) -> None:
-    """A forward that makes a cache is complete on each process, whether the call asks for it or the configuration."""
+    """A forward that makes a cache is complete on each process, whether the call or the configuration requests it."""
     ids = _batch()["input_ids"][:, :5]
 
     def decode(model: Any, **asks: Any) -> Tensor:
@@ -399,7 +399,7 @@ def test_decoding_by_hand(path: str) -> None:
 
 @on_paths("zero2")
 def test_another_model_of_the_same_configuration(path: str) -> None:
-    """A model that is not prepared computes as it did, with complete samples of its own."""
+    """An unprepared model computes as before, with complete samples of its own."""
     other, batch = llama(), _batch("packed")
     first = llama()
     other.config, other.model.config = first.config, first.config
@@ -416,7 +416,7 @@ def test_another_model_of_the_same_configuration(path: str) -> None:
 
 @on_paths("zero2")
 def test_copies_of_the_model(path: str) -> None:
-    """A deep copy, as of a moving average, trains nobody and shares the samples too."""
+    """A deep copy, as of a moving average, does not train and shares the samples too."""
     batch = _batch()
     with sharing(path, dist.get_world_size()) as accelerator:
         model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
@@ -429,7 +429,7 @@ def test_copies_of_the_model(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_what_is_saved(folder: Path, path: str) -> None:
-    """Weights are complete, and the configuration tells nothing of this run."""
+    """Saved weights are complete, and the configuration has no trace of this run."""
     place = [str(folder)]
     dist.broadcast_object_list(place)
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -451,7 +451,7 @@ def test_what_is_saved(folder: Path, path: str) -> None:
 
 @on_paths("zero2", processes=(2, 4))
 def test_each_sample_counts_once(path: str) -> None:
-    """Groups of processes have samples of their own; metrics have each once, in order, with a short last batch."""
+    """Groups have separate samples. Metrics have each once, in order, with a short last batch."""
     size = 2
     groups = dist.get_world_size() // size
     data = [{"input_ids": torch.full((4,), number), "number": number} for number in range(11)]
@@ -474,7 +474,7 @@ def test_each_sample_counts_once(path: str) -> None:
 
 @on_paths("zero2")
 def test_shuffled_samples_are_the_same_in_a_group(path: str) -> None:
-    """Whatever the processes' random states are: the order is agreed on."""
+    """A group agrees on one order, whatever its processes' random states."""
     torch.manual_seed(dist.get_rank())
     with sharing(path, dist.get_world_size()) as accelerator:
         loader = accelerator.prepare(DataLoader(list(range(20)), batch_size=3, shuffle=True))
@@ -489,7 +489,7 @@ class Stream(IterableDataset[int]):
 
 @on_paths("zero2", processes=(2, 4))
 def test_a_stream_is_the_same_in_a_group(path: str) -> None:
-    """A stream that is the same everywhere is cut up among groups; one that divides itself is refused."""
+    """A stream that is equal everywhere is divided among groups. One that divides itself is refused."""
     with sharing(path, 2) as accelerator:
         loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
         seen = [accelerator.gather_for_metrics(batch) for batch in loader]
@@ -504,7 +504,7 @@ def test_a_stream_is_the_same_in_a_group(path: str) -> None:
 
 
 class Dropping(nn.Module):
-    """Notes which of its inputs are left out."""
+    """A dropout layer that records which inputs are dropped."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -518,7 +518,7 @@ class Dropping(nn.Module):
 
 @on_paths("zero2", processes=(2, 4))
 def test_dropout_differs_in_a_group(path: str) -> None:
-    """Parts of a sample get other random numbers; what is drawn outside of the model stays the same."""
+    """Parts of a sample get different random numbers. Draws outside the model stay equal."""
     batch = _batch()
     torch.manual_seed(0)
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -538,7 +538,7 @@ def test_dropout_differs_in_a_group(path: str) -> None:
 
 @on_paths("zero2")
 def test_noise_differs_in_a_group(path: str) -> None:
-    """Whatever draws random numbers inside of a model in training, its parts get other ones, and each step others."""
+    """All draws inside a training model differ between parts, and between steps."""
     batch = _batch()
     torch.manual_seed(0)
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -559,7 +559,7 @@ def test_noise_differs_in_a_group(path: str) -> None:
 
 
 class Drawing(Own):
-    """A model of one's own that draws on parts, where each process has other numbers, and on complete samples."""
+    """A user's model that draws on parts, with different numbers per process, and on complete samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -574,7 +574,7 @@ class Drawing(Own):
 
 @on_paths("zero2", processes=(2, 4))
 def test_own_random_numbers_of_a_model_of_ones_own(path: str) -> None:
-    """They differ within the group, what is drawn before `cut` is the same, and drawing nothing moves no generator."""
+    """Draws on parts differ in the group, draws before `cut` are equal, and evaluation moves no generator."""
     batch = _batch()
     torch.manual_seed(0)
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -596,7 +596,7 @@ def test_own_random_numbers_of_a_model_of_ones_own(path: str) -> None:
 
 @on_paths("zero2")
 def test_wrong_arguments_of_the_functions(path: str) -> None:
-    """They are errors with what to give, with one process as with several."""
+    """Wrong arguments raise errors that say what to pass, on one process and on several."""
     numbers = torch.ones(2, 4)
 
     def call_wrongly() -> None:
@@ -611,7 +611,7 @@ def test_wrong_arguments_of_the_functions(path: str) -> None:
 
 
 def _assert_own_numbers(noted: list[Any]) -> None:
-    """What was noted in each forward differs from process to process and from step to step; outside nothing does."""
+    """Assert that records differ between processes and steps inside the model, and not outside."""
     assert _is_everywhere(torch.rand(3).tolist())
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, noted)
@@ -621,7 +621,7 @@ def _assert_own_numbers(noted: list[Any]) -> None:
 
 @on_paths("zero2")
 def test_a_model_that_draws_nothing_moves_no_generator(path: str) -> None:
-    """So that what the script draws after a forward, the order of a shuffle above all, is what one process draws."""
+    """Draws after a forward without draws, like a shuffle's order, equal one process's."""
     batch = _batch()
     with sharing(path, dist.get_world_size()) as accelerator:
         model, _ = accelerator.prepare(model := llama(), _sgd(model))
@@ -632,7 +632,7 @@ def test_a_model_that_draws_nothing_moves_no_generator(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily="zero3", processes=(2, 4))
 def test_batch_sizes_and_schedules_count_groups(path: str) -> None:
-    """A group counts once in the global batch, and in the counting of schedules."""
+    """A group counts once in the global batch, and in the counts of schedulers."""
     size, world = 2, dist.get_world_size()
     deepspeed = {
         "train_batch_size": "auto",
@@ -661,7 +661,7 @@ def test_batch_sizes_and_schedules_count_groups(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily="zero3", processes=(2, 4))
 def test_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
-    """A checkpoint is loaded with other groups: the same weights, and the loop goes on at the same sample."""
+    """A checkpoint loads with other groups: the same weights, and the loop resumes at the same sample."""
     place = [str(folder / "checkpoint")]
     dist.broadcast_object_list(place)
     case, world = Case(count=16), dist.get_world_size()
@@ -689,7 +689,7 @@ def test_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
             dist.broadcast_object_list(state)
             return seen, {name: value.to(DEVICE) for name, value in state[0].items()}
 
-    # Groups of 2 and of all processes: the global batch is kept by accumulation.
+    # Groups of 2 and of all processes: accumulation keeps the global batch.
     before, _ = run(world, world // 2, begins=True)
     after, weights = run(2, 1, begins=False)
     samples = [sample["input_ids"].tolist() for sample in make_samples("plain", 16)]
@@ -701,7 +701,7 @@ def test_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_steps_inside_no_sync(path: str) -> None:
-    """They are those of complete gradients, of which one process alone has a part: under DDP as under ZeRO."""
+    """Steps inside no_sync use complete gradients, of which each process has a part, under DDP and ZeRO."""
     batch, plain = _batch(), llama()
     sgd = _sgd(plain)
     for _ in range(2):
@@ -729,7 +729,7 @@ def test_steps_inside_no_sync(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_local_sgd_is_refused(path: str) -> None:
-    """Each process would step by the gradients of its part; left out, or switched off under DDP, it may stay."""
+    """LocalSGD is refused, since each process would step by its part's gradients. Disabled under DDP it is accepted."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model = llama()
         model, _ = accelerator.prepare(model, _sgd(model))
@@ -741,7 +741,7 @@ def test_local_sgd_is_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_loss_of_a_part_is_refused(path: str) -> None:
-    """A loss that differs among the processes of a group would have other gradients."""
+    """A loss that differs within a group is refused, because its gradients would be wrong."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model = Own()
         model, _ = accelerator.prepare(model, _sgd(model))
@@ -752,7 +752,7 @@ def test_a_loss_of_a_part_is_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_small_loss_of_a_part_is_refused(path: str) -> None:
-    """A term that hardly shows beside the loss of the group has a gradient all the same."""
+    """A term that is small next to the group's loss still has a gradient, so it is refused too."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model = llama()
         model, _ = accelerator.prepare(model, _sgd(model))
@@ -763,7 +763,7 @@ def test_a_small_loss_of_a_part_is_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_wrong_arguments_of_attention_are_refused(path: str) -> None:
-    """Each by its name and what fits: some would give other rows or another length, which a sum broadcasts."""
+    """Each wrong argument is refused by name: some would give other rows, or a length that a sum broadcasts."""
     part, packed = torch.randn(2, 4, 8, 4, device=DEVICE), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=DEVICE)
     is_padding = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE)
     with sharing(path, 2):
@@ -784,7 +784,7 @@ def test_wrong_arguments_of_attention_are_refused(path: str) -> None:
 
 
 class Shift(nn.Module):
-    """Gives each token something of the one before it."""
+    """A module that mixes each token with the previous one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -796,7 +796,7 @@ class Shift(nn.Module):
 
 @on_paths("zero2")
 def test_what_may_look_along_a_sequence_is_named(path: str) -> None:
-    """Once, in `prepare`: modules and hooks of the script within a model, which get parts; others are not."""
+    """prepare names the script's modules and hooks inside a model, once, because they get parts."""
     from peft import LoraConfig, get_peft_model
     from transformers.integrations.neftune import neftune_post_forward_hook
 
@@ -831,7 +831,7 @@ def _note(notes: list[Any], module: nn.Module, given: Any) -> None:
 
 @on_paths("zero2")
 def test_other_samples_in_a_group_are_refused(path: str) -> None:
-    """Samples that differ, in content or in length, would be mixed up."""
+    """Samples that differ in content or length within a group are refused, because they would be mixed."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
         batch, rank = _batch(), dist.get_rank()
@@ -858,7 +858,7 @@ def test_other_samples_in_a_group_are_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_arguments_that_cannot_be_cut_are_refused(path: str) -> None:
-    """Each by its name, on all processes."""
+    """Each uncuttable argument is refused by name, on all processes."""
     batch = _batch()
     with sharing(path, dist.get_world_size()) as accelerator:
         model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
@@ -944,7 +944,7 @@ def _mamba() -> nn.Module:
 
 @on_paths("zero2")
 def test_models_that_cannot_are_refused(path: str) -> None:
-    """In `prepare`, by the key and the reason, before anything was trained."""
+    """`prepare` refuses unsupported models with key and reason, before any training."""
     world = dist.get_world_size()
     stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     models: dict[str, Callable[[], nn.Module]] = {
@@ -973,7 +973,7 @@ def test_models_that_cannot_are_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_gradient_of_a_gradient_is_refused(path: str) -> None:
-    """What torch would leave out of it silently."""
+    """A gradient of a gradient is refused, because torch would silently omit parts of it."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model = Own()
         model, _ = accelerator.prepare(model, _sgd(model))
@@ -985,7 +985,7 @@ def test_a_gradient_of_a_gradient_is_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_loss_function_of_the_script_is_refused(path: str) -> None:
-    """It would be called with parts; set later, it is noticed by the first forward."""
+    """A script's loss function would get parts, so it is refused. If set later, the first forward notices it."""
     with sharing(path, dist.get_world_size()) as accelerator:
         model = llama()
         model.loss_function = lambda logits, labels, **_: logits.mean()
@@ -998,7 +998,7 @@ def test_a_loss_function_of_the_script_is_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_model_that_reads_its_mask_is_refused(path: str) -> None:
-    """In its first forward, where it finds that it is no tensor."""
+    """A model that reads its mask is refused in its first forward, when the mask is no tensor."""
     from transformers import DogeConfig, DogeForCausalLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -1010,7 +1010,7 @@ def test_a_model_that_reads_its_mask_is_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_loaders_that_cannot_are_refused(path: str) -> None:
-    """One process that reads for all would have to send the same to some."""
+    """A loader that process 0 reads for all is refused, since some processes need the same samples."""
     from zero_plugin.utils import DataLoaderConfiguration
 
     with sharing(path, 2, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)) as accelerator:
@@ -1021,7 +1021,7 @@ def test_loaders_that_cannot_are_refused(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_sampler_of_all_processes_is_refused(path: str) -> None:
-    """torch's DistributedSampler takes each process for one with samples of its own."""
+    """torch's DistributedSampler is refused, because it gives each process separate samples."""
     from torch.utils.data import DistributedSampler
 
     data = list(range(16))
@@ -1032,7 +1032,7 @@ def test_a_sampler_of_all_processes_is_refused(path: str) -> None:
 
 @on_paths("zero2", processes=(2, 4))
 def test_groups_that_do_not_divide_are_refused(path: str) -> None:
-    """Before anything is prepared, with the numbers that do."""
+    """A group size that does not divide the processes is refused before prepare, with legal sizes."""
 
     def start() -> None:
         with sharing(path, 3):
@@ -1043,7 +1043,7 @@ def test_groups_that_do_not_divide_are_refused(path: str) -> None:
 
 @on_paths("zero2", processes=(2, 4))
 def test_the_run_says_what_it_does(path: str) -> None:
-    """One line at the start."""
+    """One line at the start describes the run."""
     world = dist.get_world_size()
     with listening() as messages, sharing(path, 2):
         pass
@@ -1054,7 +1054,7 @@ def test_the_run_says_what_it_does(path: str) -> None:
 
 @on_paths("zero2", processes=(2, 4))
 def test_parallelism_config(path: str) -> None:
-    """Accelerate's record in code means the same."""
+    """Accelerate's ParallelismConfig in code means the same."""
     from paths import running
 
     from zero_plugin.utils import ParallelismConfig
@@ -1071,9 +1071,9 @@ def test_parallelism_config(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_window_that_sees_no_difference(path: str) -> None:
-    """A window as long as the sequence is none."""
+    """A window as long as the sequence counts as no window."""
     batch = _batch()
     _assert_same_step(path, lambda: mistral(sliding_window=LENGTH), lambda m: m(**batch).loss)
 
 
-# What is for several paths is daily on DDP and stage 3.
+# Tests for several paths run daily on DDP and stage 3.

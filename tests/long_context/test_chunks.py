@@ -1,4 +1,4 @@
-"""Losses and layers in chunks: the numbers of complete ones, with ZeRO, with shared samples, under accumulation."""
+"""Losses and layers in chunks give the complete ones' numbers: ZeRO, shared samples, accumulation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _alike(found: Any, wanted: Any, count: int) -> None:
     assert len(found[2]) == count
 
 
-# Each case runs on DDP and stage 3, and one on further stages; daily each on both once.
+# Each case runs on DDP and stage 3, one also on further stages. Daily, each runs once on both.
 _DAILY = {
     "ddp": (("tied", 1, "late"), ("a-chunk-without-labels", 2, "late"), ("padded", 2, "early")),
     "zero3": (("tied", 2, "early"), ("a-chunk-without-labels", 1, "early"), ("padded", 1, "late")),
@@ -56,7 +56,7 @@ _ROWS = [
 
 @on_rows(("name", "size", "when"), _ROWS)
 def test_a_loss_in_chunks(path: str, name: str, size: int, when: str) -> None:
-    """Losses, weights and logits are those of one process, where `chunk_loss` comes before or after `prepare`."""
+    """Losses, weights and logits equal one process's, with `chunk_loss` before or after `prepare`."""
     case = CASES[name]
     wanted = train_plainly(case, dist.get_world_size() // size)
     start = (lambda **more: sharing(path, size, **more)) if size > 1 else (lambda **more: running(path, **more))
@@ -80,7 +80,7 @@ def test_a_loss_in_chunks(path: str, name: str, size: int, when: str) -> None:
 
 @on_paths("ddp", "zero3")
 def test_logits_are_made_in_chunks(path: str) -> None:
-    """The head gets a third of the tokens at a time, twice; the model returns no logits, but in evaluation."""
+    """The head gets a third of the tokens at a time, twice. The model returns logits only in evaluation."""
     batch = {
         name: torch.stack([s[name] for s in make_samples("plain", 3)]).to(DEVICE) for name in ("input_ids", "labels")
     }
@@ -107,7 +107,7 @@ def test_logits_are_made_in_chunks(path: str) -> None:
 
 @on_paths("ddp", "zero3")
 def test_a_failed_forward_leaves_the_model_whole(path: str) -> None:
-    """The head is back where an error has ended a forward."""
+    """The head is restored after an error in a forward."""
     with running(path) as accelerator:
         model = llama()
         chunk_loss(model)
@@ -122,7 +122,7 @@ def test_a_failed_forward_leaves_the_model_whole(path: str) -> None:
 
 @on_paths("ddp")
 def test_what_cannot_be_chunked_is_refused(path: str) -> None:
-    """A model without such a loss, no chunks, and logits that are changed before the loss."""
+    """A model without this loss, zero chunks, and logits changed before the loss are refused."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     raised(LoopError, "chunk_loss()", "none in it", by=lambda: chunk_loss(nn.Linear(2, 2)))
@@ -146,7 +146,7 @@ def test_what_cannot_be_chunked_is_refused(path: str) -> None:
 
 @on_paths("ddp", "zero3")
 def test_layers_in_chunks(path: str) -> None:
-    """MLPs over thirds of the sequence, below both kinds of checkpoints too: the numbers are those of complete ones."""
+    """MLPs over thirds of the sequence give complete numbers, also inside both kinds of checkpoints."""
     case = Case(accumulation=2)
     wanted = train_plainly(case, dist.get_world_size())
     for checkpoints in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
@@ -168,7 +168,7 @@ def test_layers_in_chunks(path: str) -> None:
 
 @on_paths("ddp")
 def test_experts_in_chunks(path: str) -> None:
-    """A mixture's layer, which takes its hidden states as a matrix of tokens, with several samples."""
+    """A mixture's layer, which takes a matrix of tokens, is chunked with several samples."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -194,7 +194,7 @@ def test_experts_in_chunks(path: str) -> None:
 
 @on_paths("ddp")
 def test_layers_that_mix_tokens_are_refused(path: str) -> None:
-    """A whole block attends: its chunks would give other numbers. So would a convolution, or a recurrent layer."""
+    """Attention, convolutions and recurrent layers are refused, because chunks would change their numbers."""
     for block in (gpt2().transformer.h[0], llama().model.layers[0], nn.TransformerEncoderLayer(4, 2)):
         raised(
             LoopError,
@@ -212,7 +212,7 @@ def test_layers_that_mix_tokens_are_refused(path: str) -> None:
 
 @on_paths("ddp")
 def test_dropout_of_layers_in_chunks(path: str) -> None:
-    """What a layer below a checkpoint of the older kind drops in its first forward it drops again in the second."""
+    """A layer inside a checkpoint of the older kind repeats its dropout in the recomputation."""
     layer = nn.Sequential(nn.Dropout(0.5))
     chunk_layer(layer, 3)
     hidden = torch.ones(2, 7, 4, device=DEVICE, requires_grad=True)
@@ -225,7 +225,7 @@ def test_dropout_of_layers_in_chunks(path: str) -> None:
 
 @on_paths("ddp")
 def test_a_copy_of_layers_in_chunks(path: str) -> None:
-    """A deep copy has weights of its own, and a pickle is that of the layer as it was."""
+    """A deep copy has separate weights, and a pickle holds the original layer."""
     model = llama()
     for layer in model.model.layers:
         chunk_layer(layer.mlp, 3)
@@ -248,7 +248,7 @@ def test_a_copy_of_layers_in_chunks(path: str) -> None:
 
 @on_paths("ddp", "zero3")
 def test_saved_on_the_cpu(path: str) -> None:
-    """Checkpoints of blocks that are kept in CPU memory, by torch's own context, change nothing."""
+    """Checkpoints of blocks in CPU memory, by torch's own context, change nothing."""
     case = Case()
     wanted = train_plainly(case, dist.get_world_size())
     with running(path) as accelerator:
@@ -262,7 +262,7 @@ def test_saved_on_the_cpu(path: str) -> None:
 
 @on_paths("ddp")
 def test_a_loss_of_ones_own(path: str) -> None:
-    """What the error of `chunk_loss` recommends to others: torch's own function takes hidden states."""
+    """torch's own function takes hidden states, as the error of `chunk_loss` recommends."""
     from torch.nn import functional
 
     linear_cross_entropy: Callable[..., Tensor] | None = getattr(functional, "linear_cross_entropy", None)

@@ -1,4 +1,4 @@
-"""Trainings with the losses, weights and logits of one process: models, samples, accumulation, clipping, stages."""
+"""Trainings equal one process's losses, weights and logits: models, samples, accumulation, clipping, stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {
     "mistral-window-packed": Case(model="mistral", samples="packed", clip=0.1),
     "mistral-window-padded": Case(model="mistral", samples="right"),
 }
-# Every case on one path, and some cases on all of them, also with two groups of two processes. Daily those on three.
+# Every case runs on one path. Some run on all, also with two groups of two processes. Daily, those run on three.
 PATHS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu")
 EVERYWHERE = ("llama-packed", "gpt2")
 _DAILY = ("ddp", "zero2", "zero3")
@@ -42,5 +42,5 @@ _ROWS = [
 
 @on_rows(("name", "size"), _ROWS)
 def test_groups_train_as_one_process(path: str, name: str, size: int) -> None:
-    """Losses, weights and logits are those of one process, in groups of `size` processes."""
+    """Losses, weights and logits equal one process's, in groups of `size` processes."""
     assert_trains_alike(path, size, CASES[name])

@@ -1,4 +1,4 @@
-"""More accumulation with smaller micro-batches: the global batch stays."""
+"""More accumulation with smaller micro-batches keeps the global batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zero_plugin.loop.run import accumulate_more, agree_on_cut
     ids=str,
 )
 def test_the_global_batch_stays(section: dict[str, Any], accumulation: int) -> None:
-    """With micro-batch 4 in place of 8 on two processes, twice as many make a step, however the number is given."""
+    """With micro-batch 4 instead of 8 on two processes, a step has twice as many, however the number is given."""
     asked = document_from_mapping({**section, "train_micro_batch_size_per_gpu": "auto"}, "code")
     before, now = (
         resolve(document, Facts(LoopFacts(micro, "the loader"), MachineFacts(processes=2), strategy="ddp")).tree
@@ -41,20 +41,20 @@ def test_the_global_batch_stays(section: dict[str, Any], accumulation: int) -> N
 
 
 def test_it_is_done_once() -> None:
-    """A second Accelerator of the run shares the document of the first."""
+    """The change is made once: a second Accelerator of the run shares the first one's document."""
     document = accumulate_more(document_from_mapping({"gradient_accumulation_steps": 3}, "code"), 2)
     assert accumulate_more(document, 2) is document
     assert "3 × 2" in document.deepspeed.entries[("gradient_accumulation_steps",)].origin.reason
 
 
 def test_the_launcher_tells_the_cut() -> None:
-    """On one machine each process knows it by itself."""
+    """The launcher passes the cut to all machines. On one machine each process can derive it."""
     assert agree_on_cut(2, {"LOCAL_WORLD_SIZE": "2", CUT_VARIABLE: "4"}) == 4
     assert agree_on_cut(1, {}) == 1
 
 
 def test_batches_that_could_not_be_cut_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader in order may be for evaluation, and keeps its batches of 3; a backward in its loop is refused."""
+    """An ordered loader may be for evaluation, so it keeps its batches of 3, and a backward in its loop is refused."""
     monkeypatch.setenv(CUT_VARIABLE, "2")
     accelerator = Accelerator(config={"use_cpu": True}, gradient_accumulation_steps=3)
     assert accelerator.gradient_accumulation_steps == 6

@@ -1,4 +1,4 @@
-"""One owner of the clipping: the window of a model says at which norm its step is clipped."""
+"""Clipping has one owner: a model's window decides at which norm its step is clipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def test_a_norm_that_is_configured_between_two_calls_of_prepare_counts(accelerator: Any) -> None:
-    """The norm is written after the model's first step, and the loader comes then: later steps are clipped at it."""
+    """A norm that is configured after the model's first step, when the loader is prepared, applies to later steps."""
     model = nn.Linear(4, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
@@ -48,7 +48,7 @@ def test_a_norm_that_is_configured_between_two_calls_of_prepare_counts(accelerat
 
 
 def test_the_norm_of_a_step() -> None:
-    """Configured, until the script has clipped: then it is what the script's clipping leaves to the step."""
+    """The norm is the configured one until the script clips. Then the script's clipping decides."""
     window = Window(1)
     assert window.step_norm == math.inf
     window.clipping = 2.0

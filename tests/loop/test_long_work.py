@@ -1,4 +1,4 @@
-"""What shows how far it is where it takes long: every path of a run that may, on the real engine, at no threshold."""
+"""Long work shows its progress, on every path of a run, with the real engine and a threshold of zero."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.programs
 
 
 class Numbers(IterableDataset):
-    """A stream: skipping reads it."""
+    """A stream, so skipping reads it."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (torch.full((8,), float(i)) for i in range(64))
@@ -74,7 +74,7 @@ WORK = (
 def test_all_that_may_take_long_tells_of_itself(
     run_processes: Callable[..., list[str]], built_ops: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each kind of work has a line with its time at its end, of the main process alone, with what was done."""
+    """Each kind of work logs a final line with its time and amount, on the main process only."""
     monkeypatch.setenv("ZERO_PLUGIN_VERBOSE", "1")  # all of this takes less than ten seconds
     ops = tmp_path / "ops"
     built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam")
@@ -89,7 +89,7 @@ def test_all_that_may_take_long_tells_of_itself(
 
 
 def test_what_takes_no_two_seconds_is_silent(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """At the threshold that users have, a small run says nothing of its work."""
+    """With the users' threshold, a small run logs no progress."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(8, 4))
     began = time.monotonic()

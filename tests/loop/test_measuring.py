@@ -1,4 +1,4 @@
-"""Predicted against measured: what is said after the first steps of a real run, and when the plan was off."""
+"""Predicted against measured memory: the log after a real run's first steps, and the warning on a wrong plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Run(RunMemory):
-    """One whose footprint is known."""
+    """A run with a known footprint."""
 
     def __init__(self, footprint: Footprint) -> None:
         self.__dict__["footprint"] = footprint
@@ -32,7 +32,7 @@ PLAN = Footprint(
 
 
 def test_states_of_a_prediction() -> None:
-    """A GPU's are those of the device; on a CPU what is offloaded is there too, each process' part of it."""
+    """A GPU's states are those on the device. On a CPU, offloaded states count too, each process's part of them."""
     assert Prediction(Run(PLAN), 2, GPU, 0).states == {"weights": 6 * GIB, "optimizer states": 8 * GIB}
     assert Prediction(Run(PLAN), 2, CPU, None).states == {"weights": 10 * GIB, "optimizer states": 8 * GIB}
 
@@ -50,7 +50,7 @@ def test_states_of_a_prediction() -> None:
     ids=str,
 )
 def test_the_term_that_is_off_is_named(weights: int, states: int, peak: int | None, told: list[str]) -> None:
-    """One line within a tenth; beyond it a warning with the largest miss, and what to make of it."""
+    """Within a tenth one line is logged. Beyond it a warning names the term with the largest miss, and the fix."""
     measured = {"weights": weights * GIB, "optimizer states": states * GIB}
     found = compare_memory(Prediction(Run(PLAN), 2, GPU, 0), measured, None if peak is None else peak * GIB)
     assert len(found) == len(told)
@@ -62,14 +62,14 @@ def test_the_term_that_is_off_is_named(weights: int, states: int, peak: int | No
 
 
 def test_what_is_too_small_to_tell() -> None:
-    """Below 64 MiB the allocator's rounding decides; without anything measured nothing is said."""
+    """Below 64 MiB the allocator's rounding dominates, so nothing is logged, and nothing without a measurement."""
     small = Footprint({}, "forward", phases={"forward": {"parameters": 1000, "activations": 1000}})
     assert len(compare_memory(Prediction(Run(small), 1, GPU, 0), {"weights": 1000, "optimizer states": 0}, 2**20)) == 1
     assert compare_memory(Prediction(Run(small), 1, CPU, None), {}, None) == []
 
 
 def test_a_run_tells_it_after_its_second_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the ZeRO that is asked for, as with it: fp32 weights and Adam's two states of 1,050,624 elements."""
+    """The log comes after the second step, with and without ZeRO: fp32 weights and two Adam states."""
     config = {
         "use_cpu": True,
         "distributed_type": "NO",

@@ -1,4 +1,4 @@
-"""Memory for a run on its machine: what does not fit is refused with both numbers before anything is allocated."""
+"""A run that does not fit its machine's memory is refused with both numbers before anything is allocated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NEEDS = Footprint(
     ids=str,
 )
 def test_both_numbers_and_what_helps(available: AvailableMemory, told: list[tuple[bool, str]]) -> None:
-    """What cannot work is told apart from what hardly will; memory that the processes have already does not count."""
+    """Impossible and unlikely fits get different messages. Memory that the processes already use does not count."""
     found = list(insufficient_memory(NEEDS, available, 4))
     assert [is_short for is_short, _ in found] == [is_short for is_short, _ in told]
     for (_, line), (_, part) in zip(found, told, strict=True):
@@ -82,14 +82,14 @@ def resolved_for(section: Mapping[str, Any], strategy: Any = "deepspeed", **laun
 
 
 def model() -> nn.Module:
-    """8 MB of fp32 weights."""
+    """Create a model of 8 MB of fp32 weights."""
     return nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
 
 
 def test_offload_is_refused_where_cpu_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model's own copy counts as there: Adam's states, masters and gradients of 2,002,000 elements do not fit."""
+    """The model's own copy counts as allocated. Adam's states, masters and gradients of 2,002,000 do not fit."""
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     caplog.set_level("INFO", "zero_plugin")
     check_memory(model(), resolved, 2, facts, ALONE)
@@ -101,7 +101,7 @@ def test_offload_is_refused_where_cpu_memory_is_short(
 
 
 def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a collective run: the machine has no part in it."""
+    """Without offload the machine is not checked, and no collective call is made."""
     monkeypatch.setattr(zero_plugin.loop.memory_check, "available_cpu_memory", lambda: 0)
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2}})
     check_memory(model(), resolved, 2, facts, ALONE)
@@ -109,7 +109,7 @@ def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    """Its nearest folder above tells; the free bytes are the disk's."""
+    """The nearest existing parent of a folder gives the disk and its free bytes."""
     folder = tmp_path / "runs" / "nvme"
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
     _, resolved, _ = resolved_for({"zero_optimization": zero})
@@ -120,7 +120,7 @@ def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stated", ["60MiB", "20MiB"])
 def test_without_the_zero_that_is_asked_for(stated: str) -> None:
-    """A stated device of 60 MiB holds fp32 weights, gradients and Adam's states, one of 20 MiB does not: refused."""
+    """Without the configured ZeRO, a device of 60 MiB holds weights, gradients and Adam's states. 20 MiB is refused."""
     zero = {"zero_optimization": {"stage": 2}}
     document, resolved, facts = resolved_for(zero, "single", distributed_type="NO", gpu_memory=stated)
     batch = torch.zeros(4, 1000)
@@ -137,7 +137,7 @@ def test_without_the_zero_that_is_asked_for(stated: str) -> None:
 
 
 def test_nobody_who_asked_for_none_is_refused() -> None:
-    """Without a ZeRO section there is nothing that was dropped."""
+    """Without a ZeRO section nothing was dropped, so nothing is refused."""
     document, resolved, facts = resolved_for({}, "single", distributed_type="NO", gpu_memory="1MiB")
     check_memory_without_zero(document, model(), resolved, facts, lambda: None, ALONE)
 

@@ -1,4 +1,4 @@
-"""What is said when memory runs out: what it is, in which call, and what would help there."""
+"""Messages when memory runs out: the kind of memory, the call, and the fixes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOOP = FailedLoop(
 
 
 def failure(kind: str) -> BaseException:
-    """A real one."""
+    """Raise a real failure."""
     try:
         if kind == "torch":
             torch.empty(1 << 47)
@@ -52,7 +52,7 @@ def failure(kind: str) -> BaseException:
     [("torch", "GiB were requested"), ("numpy", "GiB were requested"), ("python", "an allocation failed")],
 )
 def test_real_failures_of_the_host(kind: str, asked: str) -> None:
-    """Torch's, NumPy's and Python's own are known for what they are, with the bytes that were asked for."""
+    """The errors of torch, NumPy and Python are recognised, with the requested bytes."""
     error = failure(kind)
     assert is_out_of_memory(error)
     report = describe_out_of_memory(error, LOOP, CPU, rank=3)
@@ -63,7 +63,7 @@ def test_real_failures_of_the_host(kind: str, asked: str) -> None:
 
 @pytest.mark.parametrize("maker", ["CUDA", "HIP"])
 def test_the_drivers_own_error(maker: str) -> None:
-    """Memory that is not torch's allocator's, as a context's or pinned memory, fails with the driver's words."""
+    """Memory outside torch's allocator, such as a context's or pinned memory, fails with the driver's message."""
     text = (
         f"{maker} error: out of memory\n{maker} kernel errors might be asynchronously reported at some other API call"
     )
@@ -71,13 +71,13 @@ def test_the_drivers_own_error(maker: str) -> None:
 
 
 def test_other_errors_are_none() -> None:
-    """Not every RuntimeError."""
+    """Other RuntimeErrors are not recognised."""
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_the_ways_are_numbered_by_their_cost() -> None:
-    """Half the micro-batch with twice the accumulation first, then activation checkpointing, then the strategy's."""
+    """Fixes are ordered by cost: half the micro-batch, activation checkpointing, then the strategy's."""
     report = describe_out_of_memory(failure("torch"), LOOP, CPU, rank=0)
     first, *ways = report.advice.splitlines()
     assert first == "What needs less memory, the cheapest first:"
@@ -101,13 +101,13 @@ def test_the_ways_are_numbered_by_their_cost() -> None:
     ids=str,
 )
 def test_when_a_smaller_micro_batch_is_tried(change: dict[str, Any], cut: int, micro_batch: int) -> None:
-    """Where the configuration leaves it open, the loop is counted by the layer, and there is a smaller one."""
+    """A smaller micro-batch is tried if the configuration allows it, the layer counts the loop, and one exists."""
     report = describe_out_of_memory(failure("torch"), replace(LOOP, **change), CPU, rank=0)
     assert (report.cut, report.micro_batch) == (cut, micro_batch)
 
 
 def test_what_the_plan_says_of_each_way() -> None:
-    """In bytes, corrected by what was taken above the prediction; only the first way that fits is marked."""
+    """Each fix has the plan's bytes, corrected by the measured excess. Only the first fix that fits is marked."""
     run = RunMemory(
         Workload(
             ModelSizes("model", (ParameterSize(2**30),)),
@@ -128,12 +128,12 @@ def test_what_the_plan_says_of_each_way() -> None:
 
 
 def gib_of(line: str) -> float:
-    """What a line says that its way takes."""
+    """Return the GiB that a line predicts for its fix."""
     return float(line.split(": ")[-1].split(" GiB of")[0])
 
 
 def test_where_a_smaller_micro_batch_does_not_help() -> None:
-    """Host memory under a GPU does not hold the batches' activations: it is neither tried nor advised."""
+    """CPU memory below a GPU does not hold activations, so a smaller micro-batch is neither tried nor suggested."""
     error = failure("python")
     report = describe_out_of_memory(error, LOOP, torch.device("cuda", 0), rank=0)
     assert report.cut == 0
@@ -142,14 +142,14 @@ def test_where_a_smaller_micro_batch_does_not_help() -> None:
 
 
 class Hungry(torch.optim.SGD):
-    """Its step takes what no machine has."""
+    """An optimizer whose step needs more memory than any machine has."""
 
     def step(self, closure: Any = None) -> Any:
         torch.empty(1 << 47)
 
 
 def test_the_call_in_which_it_was() -> None:
-    """By the traceback: a backward, where a smaller micro-batch helps, and a step, where it does not."""
+    """The traceback gives the call: a backward, which a smaller micro-batch helps, or a step, which it does not."""
     accelerator = Accelerator(config={"use_cpu": True})
     model = torch.nn.Linear(4, 4)
     model, optimizer = accelerator.prepare(model, Hungry(model.parameters(), lr=0.1))
@@ -188,7 +188,7 @@ for (x,) in loader:
 
 @pytest.mark.processes
 def test_a_script_without_a_launcher(tmp_path: Path) -> None:
-    """It is told after the traceback, once, by the newest Accelerator, and that a launcher would start it again."""
+    """Without a launcher, the newest Accelerator prints the advice, and the launcher, once after the traceback."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

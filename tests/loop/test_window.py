@@ -1,4 +1,4 @@
-"""The states of a window: every operation in every phase leads to the phase that is written here, or is an error."""
+"""The states of a window: every operation in every phase leads to the listed phase, or is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMPTY, ACCUMULATED, COMPLETE, CLIPPED, APPLIED, FAILED = Phase
 
 @dataclass
 class Loop:
-    """One weight of 1.0, whose gradient is 1.0 in every backward, in a window of one micro-batch."""
+    """A loop with one weight of 1.0, whose gradient is always 1.0, in a window of one micro-batch."""
 
     scaled: bool
     model: nn.Linear = field(default_factory=lambda: nn.Linear(1, 1, bias=False))
@@ -123,8 +123,8 @@ LATE = "the clipped norm would not be the step's"
 AFTER_STEP = "called after optimizer.step"
 LEFT = "must not be applied"
 
-# What each operation does in the phases EMPTY, ACCUMULATED, COMPLETE, CLIPPED, APPLIED, FAILED: the phase after it, or
-# the error, after which the phase is the one beside it.
+# The result of each operation in the phases EMPTY, ACCUMULATED, COMPLETE, CLIPPED, APPLIED, FAILED: the phase after it,
+# or a pair of the error and the phase after the error.
 Outcome = Phase | tuple[str, Phase]
 OUTCOMES: dict[Callable[[Loop], None], tuple[Outcome, ...]] = {
     Loop.backward: (ACCUMULATED, ACCUMULATED, COMPLETE, CLIPPED, ACCUMULATED, (LEFT, FAILED)),
@@ -140,7 +140,7 @@ OUTCOMES: dict[Callable[[Loop], None], tuple[Outcome, ...]] = {
     Loop.zero_grad: (EMPTY, EMPTY, EMPTY, EMPTY, APPLIED, EMPTY),
     Loop.load_a_checkpoint: (EMPTY,) * 6,
 }
-# Where a loss scale was divided out of the gradients, a backward would add others that have it.
+# After a loss scale was divided out of the gradients, a backward would add gradients that still have the scale.
 LATE_WITH_A_SCALE = {
     (operation, phase): (LATE, FAILED)
     for operation in (Loop.backward, Loop.backward_of_another)
@@ -152,13 +152,13 @@ LATE_WITH_A_SCALE = {
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("operation", OUTCOMES)
 def test_every_operation_in_every_phase(operation: Callable[[Loop], None], phase: Phase, scaled: bool) -> None:
-    """It leads to a phase or raises, and dropping leads out of every one, with numbers that are plain torch's then."""
+    """Each operation reaches a phase or raises. Dropping leaves every phase, and later numbers equal plain torch's."""
     loop = Loop(scaled)
     for before in TO_PHASE[phase]:
         before(loop)
     assert loop.window.phase is phase
     if operation is Loop.step_that_fails and phase in (EMPTY, APPLIED):
-        operation = Loop.step  # there is nothing to apply, and the optimizer is not called
+        operation = Loop.step  # no gradients exist, so the optimizer is not called
     outcome = OUTCOMES[operation][list(Phase).index(phase)]
     if scaled:
         outcome = LATE_WITH_A_SCALE.get((operation, phase), outcome)
@@ -181,7 +181,7 @@ def test_every_operation_in_every_phase(operation: Callable[[Loop], None], phase
 
 
 def test_every_transition_that_is_legal_happens() -> None:
-    """The table has no transition that no operation makes."""
+    """Every transition in the table is made by some operation."""
     happen = {(phase, phase) for phase in Phase}
     for outcomes in OUTCOMES.values():
         for phase, outcome in zip(Phase, outcomes, strict=True):
@@ -194,7 +194,7 @@ def test_every_transition_that_is_legal_happens() -> None:
 
 
 def test_other_transitions_are_refused() -> None:
-    """Code that would enter a phase from one that it does not follow fails at once."""
+    """Code that enters a phase by an illegal transition fails immediately."""
     for phase in Phase:
         for after in set(Phase) - NEXT_PHASES[phase]:
             window = Window(1)
@@ -205,7 +205,7 @@ def test_other_transitions_are_refused() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_a_backward_adds_to_complete_gradients(scaled: bool) -> None:
-    """Without a loss scale it adds to them, as in plain torch, and the step looks again whether all are finite."""
+    """Without a loss scale a backward adds to complete gradients, like torch, and the step rechecks finiteness."""
     loop = Loop(scaled)
     loop.backward()
     loop.clip()
@@ -222,7 +222,7 @@ def test_what_a_backward_adds_to_complete_gradients(scaled: bool) -> None:
 
 
 def test_gradients_can_be_read_after_the_step() -> None:
-    """Until the next backward or zero_grad(), as in plain torch."""
+    """Gradients can be read until the next backward or zero_grad(), as in plain torch."""
     loop = Loop(scaled=False)
     loop.backward()
     loop.step()

@@ -1,4 +1,4 @@
-"""CPU memory and cores: one reader, which is right inside nested control groups, for everyone who asks."""
+"""CPU memory and cores: one reader for all callers, correct inside nested control groups."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def machine(
     root: str = "",
     controller: str = "memory",
 ) -> None:
-    """A machine of 512 GiB, of which 500 can be had, and of 16 cores, whose control groups are of one version.
+    """Simulate a machine of 512 GiB (500 available) and 16 cores, with control groups of one version.
 
     Args:
-        tree: where its files are made.
-        monkeypatch: puts the reader on it.
-        version: of the control groups.
-        own: this process' group.
-        groups: the groups' files by folder, "" the root.
-        root: the group that is mounted, as in a container that sees its own only.
-        controller: of the groups, in version 1: `memory` or `cpu,cpuacct`; the other one's are elsewhere.
+        tree: folder for its files.
+        monkeypatch: points the reader to the files.
+        version: version of the control groups.
+        own: this process's group.
+        groups: the groups' files by folder; "" is the root.
+        root: the mounted group, as in a container that sees only its own.
+        controller: version 1's controller: `memory` or `cpu,cpuacct`. The other one's files are elsewhere.
     """
     proc, mount = tree / "proc", tree / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -75,7 +75,7 @@ def machine(
 
 
 def group(version: int, limit: int | None, taken: int, cached: int = 0, **stat: int) -> dict[str, int | str]:
-    """Files of a control group: its limit, what it has taken, and what of that is cached; more of `memory.stat`."""
+    """Return files of a control group: its limit, its usage, the cached part of it, and more of `memory.stat`."""
     names = {"inactive_file": cached, **stat}
     if version == 2:
         return {
@@ -84,7 +84,7 @@ def group(version: int, limit: int | None, taken: int, cached: int = 0, **stat: 
             "memory.current": taken,
             "memory.stat": "\n".join(["anon 1", f"file {cached}", *(f"{n} {size}" for n, size in names.items())]),
         }
-    own = [f"{name} 1" for name in ("cache", *names)]  # without what the groups below it have
+    own = [f"{name} 1" for name in ("cache", *names)]  # without the usage of child groups
     return {
         "memory.limit_in_bytes": NO_LIMIT_V1 if limit is None else limit,
         "memory.usage_in_bytes": taken,
@@ -93,7 +93,7 @@ def group(version: int, limit: int | None, taken: int, cached: int = 0, **stat: 
 
 
 def slurm_job(version: int) -> tuple[str, Limits]:
-    """A task's group and all above it: the job may have 64 GiB, of which 20 are taken, 4 of them by cached files."""
+    """Return a task's group and its parents. The job may use 64 GiB; 20 are used, of which 4 are cached files."""
     own = Path(V2 if version == 2 else V1)
     folders = [str(folder) for folder in (own, *own.parents) if folder.name]
     groups = {folder: group(version, None, 2 * GIB, GIB) for folder in folders}
@@ -103,7 +103,7 @@ def slurm_job(version: int) -> tuple[str, Limits]:
 
 @pytest.fixture(params=[2, 1], ids=["v2", "v1"])
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A job of 64 GiB on a node of 512, of which 48 can be had."""
+    """Simulate a job of 64 GiB, of which 48 are available, on a node of 512 GiB."""
     machine(tmp_path, monkeypatch, request.param, *slurm_job(request.param))
     return int(request.param)
 
@@ -126,13 +126,13 @@ USERS: dict[str, Callable[[], int]] = {
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.usefixtures("job")
 def test_everyone_has_the_jobs_memory(user: str) -> None:
-    """What can be had is the job's, not the node's, whoever asks."""
+    """Every caller sees the job's available memory, not the node's."""
     assert USERS[user]() == hardware.available_cpu_memory() == 48 * GIB
 
 
 @pytest.mark.usefixtures("job")
 def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of doctor, env, the launcher after a kill, and a run that has no memory left."""
+    """doctor, env, the launcher after a kill, and an out-of-memory run print the job's memory."""
     assert hardware.total_cpu_memory() == 64 * GIB
     findings = {finding.check: finding for finding in examine(document_from_mapping({}, "code"), {}, build=False)}
     assert findings["CPU memory"].found.startswith("48 GiB of 64 GiB free")
@@ -147,7 +147,7 @@ def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_limit_of_the_own_group(
     version: int, limit: int | None, total: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No limit, one above the machine's memory, one that more is taken of already, and one that counts."""
+    """A missing limit, a limit above the machine's memory, an exceeded limit, and a normal one are handled."""
     size = None if limit is None else limit * GIB
     machine(tmp_path, monkeypatch, version, "a", {"a": group(version, size, 12 * GIB, 2 * GIB)})
     assert hardware.total_cpu_memory() == total * GIB
@@ -156,7 +156,7 @@ def test_the_limit_of_the_own_group(
 
 @pytest.mark.parametrize("version", [2, 1])
 def test_cached_files_can_be_had(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in use lately too; not those that a disk must have first, nor a RAM disk's, nor what is locked."""
+    """Cached files count as available, active ones too. Dirty pages, RAM disks and locked memory do not."""
     stat = {"active_file": 4, "file_dirty": 2, "file_writeback": 1, "shmem": 8, "unevictable": 16, "inactive_anon": 8}
     files = group(version, 64 * GIB, 60 * GIB, 3 * GIB, **{name: size * GIB for name, size in stat.items()})
     machine(tmp_path, monkeypatch, version, "a", {"a": files})
@@ -164,7 +164,7 @@ def test_cached_files_can_be_had(version: int, tmp_path: Path, monkeypatch: pyte
 
 
 def quota(version: int, cores: float | None) -> dict[str, int | str]:
-    """Files of a control group whose processes together may use so many cores."""
+    """Return files of a control group with a quota of cores."""
     of_period = None if cores is None else int(cores * 100_000)
     if version == 2:
         return {"cpu.max": f"{of_period or 'max'} 100000", "cpu.weight": 100}
@@ -191,7 +191,7 @@ def test_the_quotas_of_all_groups_count(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of nested groups the least quota holds, rounded up to whole cores; there is one at least."""
+    """The smallest quota of nested groups counts, rounded up to complete cores, at least one."""
     groups = {name: quota(version, count) for name, count in quotas.items()}
     machine(tmp_path, monkeypatch, version, "job/step", groups, controller="cpu,cpuacct")
     assert count_cores() == cores
@@ -199,14 +199,14 @@ def test_the_quotas_of_all_groups_count(
 
 @pytest.mark.parametrize("version", [2, 1])
 def test_the_cores_of_a_container(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own group is mounted as the root; a group beside its own does not count."""
+    """A container's own group is mounted as the root. A sibling group does not count."""
     groups = {"docker/c": quota(version, 3), "docker/c/other": quota(version, 1)}
     machine(tmp_path, monkeypatch, version, "docker/c", groups, root="docker/c", controller="cpu,cpuacct")
     assert count_cores() == 3
 
 
 def test_every_level_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least total and the least rest may be of different groups; above `memory.high` a process is slowed down."""
+    """The smallest total and smallest rest may be of different groups. Above `memory.high` a process is slowed down."""
     groups = {"a": group(2, 64 * GIB, 60 * GIB), "a/b": group(2, 32 * GIB, 4 * GIB), "": {"memory.stat": "anon 1"}}
     machine(tmp_path, monkeypatch, 2, "a/b", groups)
     assert (hardware.total_cpu_memory(), hardware.available_cpu_memory()) == (32 * GIB, 4 * GIB)
@@ -217,7 +217,7 @@ def test_every_level_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("own", "total"), [("docker/c", 16), ("docker/c/job", 8)])
 @pytest.mark.parametrize("version", [2, 1])
 def test_a_container(version: int, own: str, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own group is mounted as the root, while its processes may be told the path on the host."""
+    """A container's own group is mounted as the root, while its processes may see the path on the host."""
     groups = {"docker/c": group(version, 16 * GIB, GIB), "docker/c/job": group(version, 8 * GIB, GIB)}
     machine(tmp_path, monkeypatch, version, own, groups, root="docker/c")
     assert (hardware.total_cpu_memory(), hardware.available_cpu_memory()) == (total * GIB, (total - 1) * GIB)
@@ -225,13 +225,13 @@ def test_a_container(version: int, own: str, total: int, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("own", ["../outside", "gone"])
 def test_a_group_that_cannot_be_seen(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those above it that can be seen count."""
+    """If a group cannot be read, its readable parents count."""
     machine(tmp_path, monkeypatch, 2, own, {"": group(2, 16 * GIB, GIB)})
     assert hardware.available_cpu_memory() == 15 * GIB
 
 
 def test_the_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ulimit -v`: what this process has mapped is taken of it."""
+    """With `ulimit -v`, this process's mapped memory counts as used."""
     mapped = psutil.Process().memory_info().vms
     limit = mapped + 2**20
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
@@ -240,5 +240,5 @@ def test_the_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine() -> None:
-    """Whatever it is, there is something of it left."""
+    """On this machine some memory and cores are left."""
     assert 0 < hardware.available_cpu_memory() < hardware.total_cpu_memory() <= psutil.virtual_memory().total

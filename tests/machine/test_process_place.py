@@ -1,4 +1,4 @@
-"""A process's place, from each launcher's variables; what contradicts, or is half, is an error that names it."""
+"""A process's place from each launcher's variables. Contradictory or incomplete variables are an error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"
     ],
 )
 def test_each_launcher_is_read(environ: dict[str, str], place: tuple[object, ...]) -> None:
-    """Rank, processes, both on this machine, and where rank 0 is; the nearest launcher counts."""
+    """Rank, processes, local values and rank 0's address are read. The nearest launcher counts."""
     found = find_place(environ)
     assert found is not None
     where = (found.main_address, found.port if "MASTER_PORT" in environ or "PET_MASTER_PORT" in environ else None)
@@ -89,7 +89,7 @@ def test_each_launcher_is_read(environ: dict[str, str], place: tuple[object, ...
     ],
 )
 def test_one_process(environ: dict[str, str]) -> None:
-    """What describes nobody else is a process by itself; so is what a parent that was a group of one has left."""
+    """Variables that describe no other process mean one process, also leftovers of a parent that was a group of one."""
     assert find_place(environ) is None
 
 
@@ -124,7 +124,7 @@ def test_one_process(environ: dict[str, str]) -> None:
     ],
 )
 def test_what_contradicts_is_named(environ: dict[str, str], parts: list[str]) -> None:
-    """Half a place and two places at once: the variables as they are set, and what to do."""
+    """An incomplete place, or two places together, is an error with the variables as set, and the fix."""
     with pytest.raises(LaunchError) as caught:
         find_place(environ).environment(environ)  # type: ignore[union-attr]
     for part in parts:
@@ -140,7 +140,7 @@ def test_what_contradicts_is_named(environ: dict[str, str], parts: list[str]) ->
     ],
 )
 def test_a_missing_meeting_point(missing: tuple[str, ...], said: str) -> None:
-    """The error says what is missing, what it means, and how one process runs by itself."""
+    """The error says what is missing, what it means, and how one process runs alone."""
     environ = {name: value for name, value in {**POD, "LOCAL_RANK": "0"}.items() if name not in missing}
     place = find_place(environ)
     assert place is not None
@@ -152,7 +152,7 @@ def test_a_missing_meeting_point(missing: tuple[str, ...], said: str) -> None:
 
 
 def test_local_rank_in_a_group_that_somebody_made() -> None:
-    """LOCAL_RANK, or the job's where it speaks of the same process."""
+    """LOCAL_RANK counts, or the job's variable if it describes the same process."""
     assert find_local_rank(1, 2, {"LOCAL_RANK": "5"}) == 5
     assert find_local_rank(1, 2, SRUN) == 1
     assert find_local_rank(1, 4, SRUN) == 0
@@ -175,13 +175,13 @@ def test_local_rank_in_a_group_that_somebody_made() -> None:
 def test_each_process_has_a_gpu_of_those_that_it_sees(
     name: str, local_rank: int, visible: int, shown: str | None, gpu: int | None
 ) -> None:
-    """Where all see all, that of its local rank, or none; where each is shown its own, the local rank says nothing."""
+    """If all processes see all GPUs, local rank chooses. If each sees its own, local rank is ignored."""
     environ = {} if shown is None else {name: shown}
     assert own_gpu(local_rank, visible, environ) == gpu
 
 
 def test_the_gpu_that_ray_names() -> None:
-    """Its workers see the GPUs of all workers of a machine, in an order that need not be that of the local ranks."""
+    """Ray's workers see the GPUs of all workers on a machine, in an order that may differ from local ranks."""
     ray = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "ACCELERATE_TORCH_DEVICE": "cuda:2"}
     assert own_gpu(0, 4, ray) == 2
     assert own_gpu(0, 2, ray) is None

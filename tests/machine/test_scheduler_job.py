@@ -1,4 +1,4 @@
-"""What SLURM's, MPI's and Kubernetes' variables say of a process and of the machines."""
+"""The facts in SLURM's, MPI's and Kubernetes' variables about a process and the machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from zero_plugin.errors import LaunchError
 from zero_plugin.machine.scheduler_job import TORCH, Place, expand_hosts, find_allocation, find_task_place
 
-# What srun sets in the second task on the second of two nodes, two tasks each.
+# The variables that srun sets in the second task on the second of two nodes with two tasks each.
 SRUN = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",
@@ -44,12 +44,12 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
     ],
 )
 def test_short_forms_of_host_names(short: str, hosts: list[str]) -> None:
-    """Ranges keep their zeros; several brackets multiply; commas inside brackets part numbers, outside hosts."""
+    """Ranges keep zeros, several brackets multiply, commas separate numbers inside brackets and hosts outside."""
     assert expand_hosts(short) == hosts
 
 
 def test_a_task_of_srun() -> None:
-    """Rank, world and local rank are the step's; rank 0 is on the step's first node; all tasks name one port."""
+    """Rank, world and local rank are the step's. Rank 0 is on the step's first node. All tasks compute one port."""
     place = find_task_place(SRUN)
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.local_size) == (3, 4, 1, 2)
@@ -64,7 +64,7 @@ def test_a_task_of_srun() -> None:
 
 
 def test_tasks_of_one_node_need_no_name_of_it() -> None:
-    """On one node they meet at 127.0.0.1, whether or not the node's name can be resolved."""
+    """Tasks on one node meet at 127.0.0.1, even if the node's name cannot be resolved."""
     place = find_task_place({**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4"})
     assert place is not None
     assert (place.main_address, place.local_size) == ("127.0.0.1", 4)
@@ -84,7 +84,7 @@ def test_tasks_of_one_node_need_no_name_of_it() -> None:
     ids=["none", "batch", "salloc", "pty", "one task", "one MPI process", "one PMI process"],
 )
 def test_what_is_no_task_among_others(environ: dict[str, str]) -> None:
-    """Batch scripts, interactive shells and single tasks have a scheduler's variables, and are one process."""
+    """Batch scripts, interactive shells and single tasks have scheduler variables, and are one process."""
     assert find_task_place(environ) is None
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_task_among_others(environ: dict[str, str]) -> None:
     ids=["openmpi", "openmpi, two machines", "hydra", "both"],
 )
 def test_processes_of_mpirun(environ: dict[str, str], expected: tuple[object, ...]) -> None:
-    """Open MPI's and PMI's variables; where all are on one machine, they meet there."""
+    """Open MPI's and PMI's variables are read. Processes of one machine meet on it."""
     place = find_task_place(environ)
     assert place is not None
     found = (place.rank, place.world_size, place.local_rank, place.local_size, place.main_address, place.source)
@@ -107,14 +107,14 @@ def test_processes_of_mpirun(environ: dict[str, str], expected: tuple[object, ..
 
 
 def test_half_a_place_is_an_error() -> None:
-    """PMI without a local rank: nobody could choose a GPU."""
+    """PMI without a local rank is an error, because no GPU could be chosen."""
     with pytest.raises(LaunchError, match=r"PMI_RANK is set but MPI_LOCALRANKID is not[\s\S]*LOCAL_RANK"):
         find_task_place({"PMI_RANK": "0", "PMI_SIZE": "2"})
     assert find_task_place({"PMI_RANK": "0", "PMI_SIZE": "2", "LOCAL_RANK": "0"}) is not None
 
 
 def test_a_place_as_torchrun_describes_it() -> None:
-    """What the user set of the meeting point is kept; where nobody names it, the error says how."""
+    """A rendezvous that the user set is kept. If none is known, the error says how to set one."""
     place = Place(3, 4, 1, 2, "gpu08", "20001", TORCH)
     assert place.environment({}) == {
         "RANK": "3",
@@ -133,7 +133,7 @@ def test_a_place_as_torchrun_describes_it() -> None:
 
 
 def test_the_machines_of_a_job() -> None:
-    """srun with one task on each node gives number, rank and first node; a batch script alone knows no rank."""
+    """srun with one task per node gives number, rank and first node. A batch script alone has no rank."""
     one_each = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     job = find_allocation(one_each)
     assert job is not None

@@ -1,4 +1,4 @@
-"""A TPU is seen by the environment, the PCI bus or its device nodes, and nothing else is taken for one."""
+"""A TPU is detected by the environment, the PCI bus or its device nodes, and no other device is taken for one."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def node(root: Path, name: str) -> None:
     ("chosen", "found"), [("TPU", "PJRT_DEVICE is TPU"), ("TPU_C_API", "PJRT_DEVICE is TPU_C_API"), ("CPU", "")]
 )
 def test_the_users_choice_decides(tmp_path: Path, chosen: str, found: str) -> None:
-    """`PJRT_DEVICE` is what torch_xla goes by, also beside chips."""
+    """`PJRT_DEVICE` decides, as in torch_xla, even if chips are present."""
     chip(tmp_path, "0000:00:04.0")
     assert find_tpu({"PJRT_DEVICE": chosen}, tmp_path) == found
 
 
 def test_chips_on_the_bus(tmp_path: Path) -> None:
-    """Google's vendor number and the number of a TPU; other devices of Google's, and other vendors, are none."""
+    """Google's vendor number with a TPU's device number is a TPU. Other devices and vendors are not."""
     chip(tmp_path, "0000:00:01.0", device="0x001f")  # a network card
     chip(tmp_path, "0000:00:02.0", vendor="0x10de")
     assert find_tpu({}, tmp_path) == ""
@@ -47,7 +47,7 @@ def test_chips_on_the_bus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["accel0", "vfio/0"])
 def test_a_container_that_hides_the_bus(tmp_path: Path, name: str) -> None:
-    """A device node that a TPU uses, with a variable that says so; either alone is other people's."""
+    """A TPU's device node together with a TPU variable is a TPU. Either alone is not."""
     assert find_tpu({"TPU_WORKER_ID": "0"}, tmp_path) == ""
     node(tmp_path, name)
     assert find_tpu({}, tmp_path) == ""
@@ -55,7 +55,7 @@ def test_a_container_that_hides_the_bus(tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_is_imported_to_look() -> None:
-    """The launcher and `env` look before there is a worker, and in milliseconds."""
+    """Detection imports nothing and takes milliseconds, because the launcher and `env` run before any worker."""
     code = "import sys, os, zero_plugin.machine.xla_runtime as t; t.find_tpu(os.environ); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60

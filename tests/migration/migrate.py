@@ -1,4 +1,4 @@
-"""The whole migration of a script: in its import lines, `accelerate` becomes `zero_plugin`."""
+"""The complete migration of a script: `accelerate` becomes `zero_plugin` in its import lines."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _IMPORT = re.compile(r"^(\s*)(from|import) accelerate\b", flags=re.MULTILINE)
 
 
 def migrate(source: str) -> str:
-    """The text of an Accelerate script for this package."""
+    """Return the text of an Accelerate script for this package."""
     return _IMPORT.sub(r"\1\2 zero_plugin", source)

@@ -1,6 +1,6 @@
-"""Scripts written for Accelerate give the same with `accelerate` replaced by `zero_plugin` in their imports.
+"""Accelerate scripts give the same results after `accelerate` is replaced by `zero_plugin` in their imports.
 
-What differs on purpose is said at the top of the script that shows it, and is a row of the documented differences.
+Intended differences are listed at the top of the script that shows them, and are rows of the documented differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ migrate = _module.migrate
 
 
 def read_differences(script: Path, world: int) -> dict[str, str]:
-    """What differs on this number of processes, and by which row of the documented differences."""
+    """Return the differences on this number of processes, each with its row of the documented differences."""
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DIFFERENCES":
             return {key: row for key, (worlds, row) in ast.literal_eval(node.value).items() if world in worlds}
@@ -41,7 +41,7 @@ def read_differences(script: Path, world: int) -> dict[str, str]:
 
 
 def find_differences(theirs: Any, ours: Any, where: str) -> Iterator[str]:
-    """The places where two results differ: learning rates by more than 1e-12, other numbers by 1e-5."""
+    """Return the places where two results differ: learning rates by more than 1e-12, other numbers by 1e-5."""
     if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
         for key in theirs:
             yield from find_differences(theirs[key], ours[key], f"{where}.{key}")
@@ -58,7 +58,7 @@ def find_differences(theirs: Any, ours: Any, where: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def finished() -> dict[tuple[str, int], Path]:
-    """The folder of each library and number of processes that has run."""
+    """Cache the folder of each library and number of processes."""
     return {}
 
 
@@ -68,7 +68,7 @@ def results(
     finished: dict[tuple[str, int], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, int, str], dict[str, Any]]:
-    """What a script wrote with LIBRARY on WORLD processes; all of them run once, one after another."""
+    """Return a script's results with LIBRARY on WORLD processes. All scripts run once, one after another."""
 
     def results(library: str, world: int, name: str) -> dict[str, Any]:
         if (library, world) not in finished:
@@ -88,7 +88,7 @@ def results(
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 2])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_same_results(results: Callable[[str, int, str], dict[str, Any]], script: Path, world: int) -> None:
-    """The same losses, applied learning rates and metrics, but for what the script says; and that does differ."""
+    """Losses, applied learning rates and metrics are equal, except for listed differences, which do occur."""
     theirs, ours = (results(library, world, script.stem) for library in ("accelerate", "zero_plugin"))
     differences = read_differences(script, world)
     assert theirs.keys() == ours.keys() >= differences.keys()
@@ -104,7 +104,7 @@ def test_same_results(results: Callable[[str, int, str], dict[str, Any]], script
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_only_imports_change(script: Path) -> None:
-    """The migrated script differs in lines that import from accelerate, and nowhere else."""
+    """The migrated script differs only in lines that import from accelerate."""
     before, after = script.read_text().splitlines(), migrate(script.read_text()).splitlines()
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert changed
@@ -116,7 +116,7 @@ def test_only_imports_change(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_differences_are_told(script: Path) -> None:
-    """Each difference that a script shows is a row of the documented differences, with what to expect here."""
+    """Each listed difference is a row of the documented differences, with the behaviour of this package."""
     rows = [line.split("|") for line in DIFFERENCES.splitlines()]
     told = {cells[1].strip() for cells in rows if len(cells) == 6}
     assert {row for world in (1, 2) for row in read_differences(script, world).values()} <= told
@@ -125,9 +125,9 @@ def test_differences_are_told(script: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.processes
 def test_launched(run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path) -> None:
-    """Two processes by `zero-plugin launch` and by `accelerate launch`: the command's name and the import are all."""
+    """`zero-plugin launch` and `accelerate launch` on two processes differ only in command name and import."""
     script = HERE / "scripts/early_stopping.py"
-    commands = {  # accelerate's --cpu would start one process; the script asks for the CPU itself
+    commands = {  # accelerate's --cpu would start one process; the script requests the CPU itself
         "accelerate": ["accelerate.commands.launch", "--multi_gpu"],
         "zero_plugin": ["zero_plugin", "launch", "--cpu"],
     }
@@ -144,14 +144,14 @@ def test_launched(run_launcher: Callable[..., Any], forked_workers: dict[str, st
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", **forked_workers},
         )
-        # About one Accelerate process in six aborts as it ends (gloo), when all is written.
+        # About one Accelerate process in six aborts as it ends (gloo), after everything is written.
         assert done.returncode == 0 or library == "accelerate", done.stdout + done.stderr
         assert (folder / "results.json").exists(), done.stdout + done.stderr
         found[library] = json.loads((folder / "results.json").read_text())
     assert list(find_differences(found["accelerate"], found["zero_plugin"], "results")) == []
 
 
-# Accelerate's own script for sequence parallelism, with a small model in place of the hub's.
+# Accelerate's own script for sequence parallelism, with a small model instead of the hub's.
 _BY_HAND = """
 import runpy, sys
 import torch, transformers
@@ -172,7 +172,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 def test_sequence_parallelism_by_hand(
     library: str, run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path
 ) -> None:
-    """Accelerate's script trains where its import stays; with the other import it ends before a wrong step."""
+    """Accelerate's script trains with its own import. With ours it ends before a wrong step."""
     name = "accelerate.test_utils.scripts.external_deps.test_ds_alst_ulysses_sp"
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:

@@ -1,6 +1,6 @@
-"""Runs scripts one after another in one group of processes: STORE RANK WORLD LIBRARY FOLDER SCRIPT…
+"""Runs scripts one after another in one process group: STORE RANK WORLD LIBRARY FOLDER SCRIPT…
 
-A script gets FOLDER/<its name> for what it writes; its results are in `results.json` there. Each process writes the
+A script gets FOLDER/<its name> for its files and writes its results to `results.json` there. Each process writes the
 outcome of each script, "ok" or a traceback.
 """
 
@@ -27,14 +27,15 @@ def main() -> None:
     with process_group(store, rank, world) if together else nullcontext():
         states = importlib.import_module(f"{library}.state")
         if library == "accelerate":
-            # Its end_training ends this group while DDP still holds it, and about one gloo process in six aborts then.
+            # Accelerate's end_training ends this group while DDP still holds it, and then about one gloo process in six
+            # aborts.
             states.PartialState.destroy_process_group = lambda *_: None
         outcomes = {}
         for script in map(Path, scripts):
             states.AcceleratorState._reset_state(True)
             states.GradientState._reset_state()
             gc.collect()
-            gc.freeze()  # else every collection, of which some scripts make many, walks all that the imports made
+            gc.freeze()  # otherwise each collection, of which some scripts run many, walks all imported objects
             own = folder / script.stem
             own.mkdir(exist_ok=True)
             file = own / f"{library}-{rank}.py"

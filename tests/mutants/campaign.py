@@ -1,7 +1,7 @@
-"""Tries a sample of mutants of the package on the tests that run the mutated line, and prints which ones none catches.
+"""Tests a sample of the package's mutants with the tests that run the mutated line, and prints the survivors.
 
-Results are kept as they come: a second start goes on from them, as long as the package is the same. With `--again`,
-those that the daily tests have not caught are tried once more, on the tests as they are then.
+Results are saved as they come. A second start resumes from them if the package is unchanged. With `--again`, mutants
+that the daily tests missed are tried once more on the present tests.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from lines import ROOT, Lines, Test, copy_of, environment_for, record  # noqa: E
 from mutations import PACKAGE, Mutant, digest_of, mutants_of, sample  # noqa: E402
 
 AT_ONCE = 2
-# The tests of a mutant, in calls of pytest, until one fails: what runs in pytest's own process costs seconds. Those of
-# the campaign come last, so that a mutant which they alone catch is one that the daily tests have lost.
+# The order of the pytest calls for a mutant, until one fails: tests in pytest's own process cost seconds. The
+# campaign's tests come last, so a mutant that only they catch is one that the daily tests miss.
 CALLS = (
     ("daily", False, 40),
     ("daily", True, 12),
     ("daily", True, 60),
     ("campaign", True, 24),
 )
-# A call has failed where its processes write nothing, and use next to no processor for the first of these, or use so
-# many seconds of processors.
+# A call has failed if its processes write nothing and use almost no CPU time for the first number of seconds, or use
+# the second number of CPU seconds.
 _STILL_SECONDS, _ENDLESS_SECONDS = 100, 200
-_STILL = 0.02  # of a processor
+_STILL = 0.02  # of CPU time
 _LOOK_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of some tests on a mutant.
+    """The outcome of some tests on a mutant.
 
     Attributes:
-        by: which test has caught it, "" for none.
-        says: how.
+        by: the test that caught it, "" for none.
+        says: the failure.
     """
 
     by: str = ""
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def try_on(mutant: Mutant, lines: Lines, folder: Path) -> dict[str, Any]:
-    """What becomes of a mutant: caught by "daily" tests or those of the "campaign", or "lost"."""
+    """Return a mutant's result: caught by "daily" tests or those of the "campaign", or "lost"."""
     began = time.monotonic()
     tests = lines.tests_of(mutant)
     copy = copy_of(ROOT, folder / "copy")
@@ -87,7 +87,7 @@ def try_on(mutant: Mutant, lines: Lines, folder: Path) -> dict[str, Any]:
 
 
 def run_tests(copy: Path, tests: Sequence[Test], folder: Path) -> Outcome:
-    """Run tests on a copy, in a pytest of their own, to the first that fails."""
+    """Run tests on a copy, in a separate pytest, up to the first failure."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     written = folder / "output"
@@ -113,7 +113,7 @@ def run_tests(copy: Path, tests: Sequence[Test], folder: Path) -> Outcome:
 
 
 def _wait_for(process: subprocess.Popen[bytes], output: Path, temporary: Path) -> str:
-    """Wait for the end of a pytest, and end what it leaves; why it had to be ended, or ""."""
+    """Wait for a pytest and kill its leftovers. Return why it had to be killed, or ""."""
     seen: set[psutil.Process] = set()
     reason, size, used, worked, active = "", -1, 0.0, 0.0, time.monotonic()
     while not reason:
@@ -123,7 +123,7 @@ def _wait_for(process: subprocess.Popen[bytes], output: Path, temporary: Path) -
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(process.pid)
             seen |= {one, *one.children(recursive=True)}
-        used_before, used = used, sum(_used_by(seen))  # less, where one has ended
+        used_before, used = used, sum(_used_by(seen))  # less after a process has ended
         size_before, size = size, sum(_sizes(output, temporary))
         worked = worked + max(0.0, used - used_before) if size == size_before else 0.0
         if size != size_before or abs(used - used_before) > _LOOK_SECONDS * _STILL:
@@ -152,7 +152,7 @@ def _sizes(output: Path, temporary: Path) -> Iterator[int]:
 
 
 def summarize(results: Sequence[dict[str, Any]]) -> str:
-    """How many mutants were caught by whom, and those that were not by the daily tests."""
+    """Return how many mutants each kind of test caught, and the list that the daily tests missed."""
     of = {kind: [result for result in results if result["caught"] == kind] for kind in ("daily", "campaign", "lost")}
     not_run = sum(not result["tests"] for result in of["lost"])
     both = len(of["daily"]) + len(of["campaign"])
@@ -169,7 +169,7 @@ def summarize(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Try the sample, or what is left of it."""
+    """Try the sample, or the rest of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=int(os.environ.get("ZERO_PLUGIN_MUTANTS", "150")))
     parser.add_argument("--seed", type=int, default=0)

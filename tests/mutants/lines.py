@@ -1,4 +1,4 @@
-"""Which tests run which line, by coverage.py, and which of them a mutant is tried on."""
+"""The tests that run each line, from coverage.py, and the tests that each mutant is tried on."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from on_paths import ALL
 from recording import FOLDER
 
 ROOT = Path(__file__).parents[2]
-# What holds these rooms and is quick: for each run of pytest its tests, and how they run, as in the Makefile.
+# The quick tests of these rooms: for each run of pytest its tests, and its options, as in the Makefile.
 _TOP = tuple(f"tests/{file.name}" for file in sorted(ROOT.glob("tests/test_*.py")))
 _ROOMS = tuple(f"tests/{name}" for name in ("loop", "checkpoint", "data", "distributed", "kinds"))
 _PATHS = ("strategies", "parity/test_parity.py", "several_models", "transformers")
 _SHARED = ("--numprocesses", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
 RUNS = (
     (*_TOP, *_ROOMS, "tests/strategies", "tests/facade", "--numprocesses", "2", "-m", "not campaign and not processes"),
-    (*(f"tests/{name}" for name in _PATHS), *_SHARED, "-m", "processes"),  # of all paths, those of the campaign too
+    (*(f"tests/{name}" for name in _PATHS), *_SHARED, "-m", "processes"),  # of all paths, the campaign's included
     (*_TOP, *_ROOMS, *_SHARED, "-m", "not campaign and processes"),
 )
 _CONFIG = """
@@ -49,13 +49,13 @@ _PATH = re.compile(rf"[-@\[]({_NAMES})[-\]@]")
 
 @dataclass(frozen=True)
 class Test:
-    """A test that has passed on the package as it is.
+    """A test that passes on the unchanged package.
 
     Attributes:
         node: its id.
         daily: whether it runs in `make test`.
         processes: whether it starts processes.
-        lines: how many lines it runs.
+        lines: number of lines it runs.
     """
 
     __test__ = False
@@ -67,7 +67,7 @@ class Test:
 
     @property
     def path(self) -> str:
-        """Of training, the first in its name; "" for none."""
+        """The training path that its name begins with, or ""."""
         found = _PATH.search(self.node)
         return found[1] if found else ""
 
@@ -76,17 +76,17 @@ class Lines:
     """The tests of each line.
 
     Args:
-        tests: all.
-        of_file: file, in the package → line → indices of tests.
+        tests: all tests.
+        of_file: file in the package → line → indices of tests.
     """
 
     def __init__(self, tests: Sequence[Test], of_file: Mapping[str, Mapping[int, Sequence[int]]]) -> None:
         self._tests, self._of_file = tests, of_file
 
     def tests_of(self, mutant: Mutant) -> list[Test]:
-        """The tests that run the mutant's code, the paths in turn: one that runs few lines, then one by chance.
+        """Return the tests of the mutant's code, alternating over paths: one that runs few lines, then a random one.
 
-        What runs the fewest lines is about these, but may all be of one kind.
+        The tests with the fewest lines are the most specific, but may all be of one kind.
         """
         lines = self._of_file.get(mutant.file, {})
         for place in mutant.places:
@@ -96,12 +96,12 @@ class Lines:
         return []
 
     def save(self, file: Path) -> None:
-        """Write them as JSON."""
+        """Write the lines as JSON."""
         file.write_text(json.dumps({"tests": [asdict(test) for test in self._tests], "lines": self._of_file}))
 
     @classmethod
     def load(cls, file: Path) -> Lines:
-        """What `save` has written."""
+        """Load a file of `save`."""
         saved = json.loads(file.read_text())
         of_file = {name: {int(line): tests for line, tests in of.items()} for name, of in saved["lines"].items()}
         return cls([Test(**test) for test in saved["tests"]], of_file)
@@ -119,22 +119,22 @@ def _in_turn(tests: Iterable[Test]) -> list[Test]:
 
 
 def copy_of(root: Path, place: Path) -> Path:
-    """A copy of the checkout, with what is compiled, which is told by size and time and is copied with both."""
+    """Copy the checkout with its compiled files, whose size and time Python checks, so both are copied."""
     leave_out = shutil.ignore_patterns(".*", "results", "build", "dist", "*.egg-info")
     return Path(shutil.copytree(root, place, ignore=leave_out))
 
 
 def environment_for(copy: Path, **variables: str) -> dict[str, str]:
-    """In which tests of a copy run; its package comes before one that is installed."""
+    """Return the environment for tests of a copy. Its package has priority over an installed one."""
     path = f"{copy}{os.pathsep}{copy / 'tests/mutants'}"
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
 def record(folder: Path, runs: Iterable[Sequence[str]] = RUNS) -> Lines:
-    """Run the tests on a copy, each line of `ROOMS` noted with the tests that run it.
+    """Run the tests on a copy and record the tests that run each line of `ROOMS`.
 
     Args:
-        folder: a new one.
+        folder: a new folder.
         runs: arguments of pytest, for each of its runs.
     """
     folder.mkdir(parents=True)

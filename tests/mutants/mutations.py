@@ -1,4 +1,4 @@
-"""Mutants of the package: changes by cosmic-ray's operators, and by one more, that some test has to notice."""
+"""Mutants of the package: changes by cosmic-ray's operators, and by one more, that some test must notice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE = "zero_plugin"
 ROOMS = ("loop", "strategies", "checkpoint", "data", "distributed")
 _NOT_RUN = ("strategies/xla.py",)  # by tests that need torch_xla's environment
 
-# Of each operator's replacements those that a test can miss: `a < b` for `a is b` ends in an error wherever it runs.
+# The replacements of each operator that a test can miss. Others, like `a < b` for `a is b`, always raise.
 _BINARY = "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd"
 _COMPARISONS = "Is_IsNot IsNot_Is Eq_NotEq NotEq_Eq Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE Gt_LtE LtE_Gt GtE_Lt"
 _OPERATORS = (
@@ -35,11 +35,11 @@ _OPERATORS = (
     *("RemoveDecorator", "ZeroIterationForLoop", "RemoveStatement"),
 )
 _TYPED = ("ReplaceBinaryOperator_BitOr_BitAnd",)  # `A | B` of types
-# What is only said or typed, and what asserts that cannot happen.
+# Text that is only printed or a type, and assertions that cannot fail.
 _TOLD = re.compile(r"(_?log(ger)?|_logger|warnings)\.\w+|announce|print")
 _TELLS = re.compile(r"def (_?(describe|explain)\w*|__(repr|str)__)\(")
 _TOLD_TYPE = re.compile(r"->\s*(list\[str\]|str)(\s*\| None)?\s*:")
-# Without these decorators the code does the same, or only slower.
+# Without these decorators the code does the same, or is only slower.
 _SAME_WITHOUT = re.compile(
     r"@(abstractmethod|override|overload|staticmethod|classmethod|final|(functools\.)?(wraps|cache|lru_cache)|dataclass)\b"
 )
@@ -47,15 +47,15 @@ _SAME_ARGUMENTS = ("frozen", "slots", "kw_only", "eq", "repr", "compare", "stack
 
 
 class RemoveStatement(Operator):
-    """What a statement does is not done: a call, an error, a change of an attribute, an early return."""
+    """Operator that removes a statement: a call, a raise, an attribute change, or an early return."""
 
     def mutation_positions(self, node: Any) -> Iterator[Any]:
-        """Of the statement."""
+        """Yield the position of the statement."""
         if node.type == "simple_stmt" and _does_something(node.children[0]):
             yield node.children[0].start_pos, node.children[0].end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
-        """`pass` in its place."""
+        """Return `pass` instead."""
         gone = node.children[0]
         stands_in = Keyword("pass", gone.start_pos, gone.get_first_leaf().prefix)
         stands_in.parent = node
@@ -64,7 +64,7 @@ class RemoveStatement(Operator):
 
     @classmethod
     def examples(cls) -> tuple[Any, ...]:
-        """For cosmic-ray's own tests."""
+        """Return examples for cosmic-ray's own tests."""
         return ()
 
 
@@ -75,7 +75,7 @@ def _does_something(statement: Any) -> bool:
     if statement.type == "expr_stmt":
         target, sign = statement.children[0].get_code(), statement.children[1].get_code().strip()
         function = statement.search_ancestor("funcdef")
-        # What reads a variable, or an attribute that an object starts with, would end in an error without it.
+        # Code that reads a variable, or an object's initial attribute, would raise without this statement.
         starts = sign == "=" and (
             re.fullmatch(r"[\w\s,()*]+", target) or (function and function.name.value == "__init__")
         )
@@ -85,15 +85,16 @@ def _does_something(statement: Any) -> bool:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
+    """A mutant: one change.
 
     Attributes:
-        file: in the package.
+        file: file in the package.
         operator: its name.
-        occurrence: which of the places that the operator can change in the file.
-        line: where it is, with `column`.
-        column: of the first changed character.
-        places: sets of lines, the most exact first: tests of the first that any test runs can notice the change.
+        occurrence: index among the operator's places in the file.
+        line: line of the change; `column` is its column.
+        column: column of the first changed character.
+        places: sets of lines, the most exact first. The tests of the first set that any test runs can notice the
+            change.
     """
 
     file: str
@@ -114,22 +115,22 @@ class Mutant:
         file.write_text(self.mutate(file.read_text()))
 
     def mutate(self, source: str) -> str:
-        """The file's text with the change."""
+        """Return the file's text with the change."""
         changed: str | None = mutate_code(source, _operator(self.operator), self.occurrence)
         assert changed is not None
         return changed
 
     def change(self, package: Path) -> str:
-        """The lines that go, and those that come."""
+        """Return the removed and the added lines."""
         source = (package / self.file).read_text()
         lines = difflib.unified_diff(source.splitlines(), self.mutate(source).splitlines(), lineterm="", n=0)
         return "\n".join(f"    {line}" for line in list(lines)[3:])
 
 
 def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
-    """So many mutants, the same for the same package and seed; a larger count begins with those of a smaller one.
+    """Draw mutants, the same for the same package and seed. A larger sample begins with a smaller one.
 
-    A place is drawn, and then one of its changes: an operator with many replacements does not come more often.
+    A place is drawn first, then one of its changes, so an operator with many replacements is not drawn more often.
     """
     places: dict[tuple[str, int, int], list[Mutant]] = {}
     for mutant in mutants:
@@ -141,7 +142,7 @@ def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def mutants_of(package: Path) -> Iterator[Mutant]:
-    """All mutants of `ROOMS`."""
+    """Return all mutants of `ROOMS`."""
     for room in ROOMS:
         for path in sorted((package / room).rglob("*.py")):
             file = path.relative_to(package).as_posix()
@@ -150,7 +151,7 @@ def mutants_of(package: Path) -> Iterator[Mutant]:
 
 
 def mutants_in(file: str, source: str) -> Iterator[Mutant]:
-    """The mutants of a file."""
+    """Return the mutants of a file."""
     tree = parso.parse(source)
     nodes = [node for node in ast_nodes(tree) if node.type not in ("newline", "name", "string", "fstring_string")]
     for name in _OPERATORS:
@@ -164,7 +165,7 @@ def mutants_in(file: str, source: str) -> Iterator[Mutant]:
 
 
 def digest_of(root: Path) -> str:
-    """Of the rooms' sources: the same sample is drawn from the same."""
+    """Return a digest of the rooms' sources. Equal sources give equal samples."""
     digest = hashlib.sha256()
     for room in ROOMS:
         for path in sorted((root / PACKAGE / room).rglob("*.py")):
@@ -181,11 +182,11 @@ def _operator(name: str) -> Operator:
 
 
 def _can_be_missed(leaf: Any, operator: str) -> bool:
-    """Whether a test has to notice the change: it is in no message, type or assertion, and does change something."""
+    """Return whether a test must notice the change: it changes behaviour, and is in no message, type or assertion."""
     if operator.startswith("ReplaceBinary") and leaf.parent.type not in ("term", "arith_expr", "expr", "power"):
         return False  # the stars of parameters and arguments
     if operator == "ExceptionReplacer" and leaf.type != "name":
-        return False  # `except module.Name`, of which it replaces the dot
+        return False  # `except module.Name`, in which the dot is replaced
     inside: Any = leaf
     while (node := inside.parent) is not None:
         kind, code = node.type, node.get_code(include_prefix=False)
@@ -208,7 +209,7 @@ def _can_be_missed(leaf: Any, operator: str) -> bool:
 
 
 def _places(leaf: Any) -> tuple[tuple[int, ...], ...]:
-    """Its line, or its statement; outside of functions, where lines run at the import, what uses its name, or all."""
+    """Return its line or statement. Outside functions, whose lines run at import, return its name's uses, or all."""
     inside, node = leaf, leaf.parent
     statement: range | None = None
     while node is not None and node.type != "funcdef":
@@ -231,7 +232,7 @@ def _places(leaf: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _part(node: Any, inside: Any) -> range:
-    """The lines of a statement's header, or of all of it, that a part of it is in."""
+    """Return the lines of a statement, or of its header, that contain the part."""
     first = last = node.children.index(inside)
     while first and node.children[first - 1].type != "suite":
         first -= 1

@@ -1,6 +1,6 @@
-"""A plugin of pytest that has coverage.py tell the lines of each test apart, and writes down how the tests ended.
+"""A pytest plugin that makes coverage.py separate the lines of each test, and records the results.
 
-It is for `lines.record`, which names the folder of what it writes in an environment variable.
+`lines.record` uses this plugin, and names the output folder in an environment variable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ended: dict[str, str] = {}
 
 
 def context_of(item: pytest.Item) -> str:
-    """What the lines of a test count for.
+    """Return the test to which lines are attributed.
 
     Cases that share their processes enter the contexts that parity/worker.py names.
     """
@@ -31,24 +31,24 @@ def context_of(item: pytest.Item) -> str:
 
 
 def _node_of(item: pytest.Item) -> str:
-    """The id by which pytest selects a test: without the group that pytest-xdist appends."""
+    """Return the id by which pytest selects a test, without pytest-xdist's group."""
     mark = item.get_closest_marker("xdist_group")
     return item.nodeid.removesuffix(f"@{mark.args[0]}") if mark else item.nodeid
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Lines of pytest's own process."""
+    """Attribute the lines of pytest's own process."""
     enter_context(item.nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """The worst of setup, call and teardown."""
+    """Record the worst result of setup, call and teardown."""
     if report.when == "setup" or report.outcome != "passed":
         _ended[report.nodeid] = report.outcome
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Each process of pytest's writes the tests that it has run."""
+    """Write the tests that this pytest process has run."""
     enter_context("")
     ran = [
         {

@@ -1,4 +1,4 @@
-"""The campaign's mutants: the same sample each time, each a program that does something else, on tests that run it."""
+"""The campaign's mutants: a reproducible sample of programs that behave differently, on tests that run them."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def mutants_of_window() -> list[Mutant]:
 
 @pytest.mark.campaign
 def test_the_sample_is_the_same_each_time() -> None:
-    """For one seed; a larger one goes on from a smaller one, and another seed draws others."""
+    """A seed always gives the same sample. A larger sample extends a smaller one, and another seed differs."""
     mutants = mutants_of_window()
     drawn = sample(mutants, 40, seed=1)
     assert len({mutant.name for mutant in drawn}) == 40
-    assert sample(mutants_of_window.__wrapped__(), 40, seed=1) == drawn  # found anew
+    assert sample(mutants_of_window.__wrapped__(), 40, seed=1) == drawn  # found again
     assert sample(mutants, 10, seed=1) == drawn[:10]
     assert sample(mutants, 40, seed=2) != drawn
 
 
 @pytest.mark.campaign
 def test_each_mutant_is_another_program() -> None:
-    """It can be compiled, and differs from the package's."""
+    """Each mutant compiles and differs from the package."""
     source = (ROOT / PACKAGE / WINDOW).read_text()
     plain = compile(source, WINDOW, "exec")
     for mutant in sample(mutants_of_window(), 25, seed=0):
@@ -66,13 +66,13 @@ def test_each_mutant_is_another_program() -> None:
 
 
 def test_what_is_only_said_or_typed_is_left_alone() -> None:
-    """Docstrings, annotations, messages and what logs them; but an error that is not raised is a mutant."""
+    """Docstrings, annotations, messages and log calls are no mutants. An error that is not raised is one."""
     found = list(mutants_in("said.py", SAID))
     assert [(mutant.operator, mutant.line) for mutant in found] == [("RemoveStatement", 20)]
 
 
 def test_the_tests_of_a_mutant() -> None:
-    """Those that run its line: of each path in turn the one that runs the fewest lines, then others."""
+    """The tests of a mutant run its line: for each path in turn the test with the fewest lines, then others."""
     names = ("test_a", "check[1-ddp-one]", "check[2-ddp-two]", "check[2-zero2-one]")
     tests = [Test(name, True, False, lines) for name, lines in zip(names, (50, 9, 8, 30), strict=True)]
     lines = Lines(tests, {"a.py": {7: [0, 1, 2, 3], 9: [1]}})
@@ -83,7 +83,7 @@ def test_the_tests_of_a_mutant() -> None:
 
 
 def test_what_stands_still_or_runs_on_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant that stands still is caught; so is one that works without an end."""
+    """A mutant that hangs or loops endlessly is stopped and counts as caught."""
     monkeypatch.setattr(campaign, "_LOOK_SECONDS", 0.5)
     monkeypatch.setattr(campaign, "_STILL_SECONDS", 1)
     monkeypatch.setattr(campaign, "_ENDLESS_SECONDS", 0.7)
@@ -94,7 +94,7 @@ def test_what_stands_still_or_runs_on_is_ended(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_summary_names_what_was_lost() -> None:
-    """And counts what the daily tests catch, and all tests."""
+    """The summary names survivors and counts what daily tests and all tests catch."""
     names = ("window.py:1:0 AddNot", "window.py:2:0 AddNot", "window.py:3:0 AddNot", "window.py:4:0 AddNot")
     results = [
         {"mutant": name, "caught": caught, "tests": tests, "tried": tests, "change": "    -a\n    +b"}
@@ -111,7 +111,7 @@ def test_the_summary_names_what_was_lost() -> None:
 @pytest.mark.usefixtures("built_ops")
 @pytest.mark.campaign
 def test_a_mutant_is_caught_by_a_test_that_runs_its_line(tmp_path: Path) -> None:
-    """Lines are recorded in pytest's own process and in those that tests start, each for its test."""
+    """Lines are recorded in pytest's own process and in its child processes, each for its test."""
     check = "tests/strategies/test_loop.py::test_backward_never_steps[single]"
     lines = record(tmp_path / "recording", [("tests/loop/test_window.py", check, "-k", "FAILED-False or never_steps")])
     source = (ROOT / PACKAGE / WINDOW).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""One program on a path in processes of its own, which end as its script ends: JOB FOLDER."""
+"""Runs one program on a path in separate processes, which end like its script: JOB FOLDER."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from packaged import run
 
 from zero_plugin.errors import ZeroPluginError
 
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a second each time
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # saves a second each time
 job, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 program = Program(**job["program"])
 file = folder / f"{job['id']}.{os.environ.get('RANK', '0')}.pt"

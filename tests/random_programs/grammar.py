@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 GLOBAL_BATCH: Final = 8
-WORLD: Final = {"one": 1}  # of a path; of all others 2
+WORLD: Final = {"one": 1}  # for one path; 2 for all others
 PATHS: Final = ("one", "ddp", "0", "1", "2", "3", "3p", "2off", "3off")
 
 
@@ -16,7 +16,7 @@ class Program:
     """One training script. Every attribute is a dimension of the grammar; `CHOICES` has its values.
 
     Attributes:
-        seed: of weights and samples.
+        seed: seed of weights and samples.
     """
 
     seed: int
@@ -58,36 +58,36 @@ class Program:
 
     @property
     def count(self) -> int:
-        """Samples of an epoch."""
+        """The number of samples in an epoch."""
         return 6 * GLOBAL_BATCH + (0 if self.length == "exact" else 3 + 2 * (self.seed % 2))
 
     @property
     def total(self) -> int:
-        """Steps of a schedule: about those of the loop."""
+        """The approximate number of the loop's steps, for a scheduler."""
         return self.epochs * -(-7 // self.accumulation) + 1
 
     @property
     def true_sizes(self) -> bool:
-        """Whether the package counts the windows: a last one that is shorter is divided by its true size."""
+        """Whether the package counts the windows and divides a shorter last one by its true size."""
         return self.style in ("accumulate", "every", "flag")
 
     @property
     def stop(self) -> tuple[int, int]:
-        """Where it is left to be resumed: the epoch, and its micro-batches until then, which end a window."""
+        """The place where the run stops to be resumed: epoch and micro-batches, which end a window."""
         return 0, 6 if self.resume_at == "epoch" else self.accumulation * (1 if self.accumulation > 2 else 2)
 
     @property
     def broken_at(self) -> int:
-        """Micro-batches of an epoch that the loop leaves early."""
+        """The number of micro-batches in an epoch that the loop leaves early."""
         at = self.accumulation * (1 if self.accumulation > 2 else 2)
         return {"no": 1000, "at a step": at, "in a window": at + 1}[self.left]
 
     def with_optimizer(self, name: str | None) -> Program:
-        """The same with another optimizer, in the groups that go with any."""
+        """Return the same program with another optimizer, and with groups that any optimizer takes."""
         return self if name is None else replace(self, optimizer=name, groups="one")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the values for JSON."""
         return asdict(self)
 
 
@@ -195,7 +195,7 @@ assert set(DIMENSIONS) == set(CHOICES)
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed: about half of the dimensions have their plain value, and what cannot go together goes."""
+    """Draw the program of a seed: about half of the dimensions are plain, and incompatible values are removed."""
     chance = random.Random(seed)
     values: dict[str, Any] = {}
     for name, choices in CHOICES.items():
@@ -205,7 +205,7 @@ def draw(seed: int) -> Program:
 
 
 def settle(program: Program) -> Program:
-    """The same without what has no meaning in plain torch, or another one there; each rule says why."""
+    """Return the program without values that plain torch lacks or treats differently. Each rule says why."""
     changes: dict[str, Any] = {}
 
     def plain(*names: str) -> None:
@@ -241,27 +241,27 @@ def settle(program: Program) -> Program:
 
 
 def _loops(p: Program) -> list[str]:
-    """What loops need of each other."""
+    """Settle the dimensions of loops."""
     undone: list[str] = []
     if p.accumulation == 1 and p.style in ("no_sync", "flag"):
         undone.append("style")
     if p.style not in ("accumulate", "window") and p.backwards in ("two forwards", "one graph") and p.accumulation > 1:
-        undone.append("backwards")  # an error that says so: it cannot be told from two micro-batches
+        undone.append("backwards")  # an error that says so: the package cannot tell this from two micro-batches
     if p.zero_grad == "first" and (p.accumulation > 1 or p.models != "one"):
-        undone.append("zero_grad")  # drops the window's gradients in plain torch
+        undone.append("zero_grad")  # plain torch drops the window's gradients
     if p.zero_grad == "model" and p.style != "window" and p.accumulation > 1:
         undone.append("zero_grad")
     if p.dropped != "no" and (p.accumulation > 1 or p.backwards != "one"):
         undone.append("dropped")
     if p.left == "in a window" and (p.accumulation in (1, 4) or p.style != "accumulate"):
-        undone.append("left")  # of 4 the window that is left would be the shorter last one
+        undone.append("left")  # with windows of 4, the interrupted one would be the shorter last one
     if p.data == "tensors" and p.style in ("every", "flag"):
-        undone.append("style")  # the end of an epoch is nobody's to know
+        undone.append("style")  # the end of an epoch is unknown
     return undone
 
 
 def _data(p: Program) -> list[str]:
-    """What loaders need of each other."""
+    """Settle the dimensions of loaders."""
     undone: list[str] = []
     if p.length != "exact" and p.data in ("stream", "weighted", "tensors", "batch sampler", "dispatched"):
         undone.append("length")
@@ -270,12 +270,12 @@ def _data(p: Program) -> list[str]:
         if p.left != "no":
             undone.append("left")
     if p.model == "batch norm" and p.evaluation != "no":
-        undone.append("evaluation")  # running statistics are each process' own
+        undone.append("evaluation")  # running statistics differ between processes
     return undone
 
 
 def _life(p: Program) -> list[str]:
-    """Refits, resumes and what is written."""
+    """Settle refits, resumes and written files."""
     undone: list[str] = []
     if p.resume != "no":
         others = ["refit", "added", "writes", "left", "dropped", "given_state"]
@@ -301,7 +301,7 @@ def _life(p: Program) -> list[str]:
 
 
 def _models(p: Program) -> list[str]:
-    """What models need."""
+    """Settle the dimensions of models."""
     undone: list[str] = []
     causal = p.model in ("GPT-2", "Llama")
     if causal and p.hooks == "modules":
@@ -317,13 +317,13 @@ def _models(p: Program) -> list[str]:
     if p.compiled != "no" and p.model in ("packed GRU", "LSTM", "GPT-2", "Llama", "heads in a record"):
         undone.append("compiled")  # minutes of tracing
     if p.compiled != "no" and p.model in ("scalar and list", "borrowed weight", "attention"):
-        undone.append("compiled")  # at stage 3 torch's compiler sees a weight that another module uses as empty
+        undone.append("compiled")  # at stage 3 torch's compiler sees another module's weight as empty
     if p.compiled != "no" and p.model == "dropout, checkpointed":
-        undone.append("compiled")  # compiled, torch itself computes the dropout again with other random numbers
+        undone.append("compiled")  # compiled, torch itself recomputes the dropout with other random numbers
     if p.model == "weight norm" and p.built == "init_model":
-        undone.append("built")  # at stage 3 torch's parametrization is given an empty weight
+        undone.append("built")  # at stage 3 torch's parametrization gets an empty weight
     if p.built == "init_model" and (p.groups == "no decay of vectors" or p.given_state == "yes"):
-        undone.append("built")  # shapes at stage 3 are another test's
+        undone.append("built")  # shapes at stage 3 belong to another test
     if p.precision == "bf16" and p.model in ("spectral norm", "low rank"):
         undone.append("precision")
     if p.given_state == "yes" and p.precision == "bf16":

@@ -1,4 +1,4 @@
-"""Models, samples, losses, optimizers and schedules of random programs, in plain torch: both interpreters use them."""
+"""Models, samples, losses, optimizers and schedulers of random programs, in plain torch, for both interpreters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES, OUT, WORDS, LENGTH = 8, 4, 20, 6
 
 
 class Samples(Dataset[Any]):
-    """So many samples in the form that a program wants."""
+    """A dataset of `count` samples in the program's form."""
 
     def __init__(self, program: Program, count: int) -> None:
         generator = torch.Generator().manual_seed(program.seed)
@@ -36,14 +36,14 @@ class Samples(Dataset[Any]):
         return self.form(self.inputs[index], self.targets[index])
 
     def form(self, x: Tensor, y: Tensor) -> Any:
-        """A sample, or a batch of them."""
+        """Arrange a sample, or a batch, in the program's form."""
         if self._form == "dict":
             return {"x": x, "y": y}
         return {"in": [x], "out": ({"y": y},)} if self._form == "nested" else (x, y)
 
 
 class Stream(IterableDataset[Any]):
-    """The samples one after the other, without a length."""
+    """A stream of the samples, without a length."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -53,7 +53,7 @@ class Stream(IterableDataset[Any]):
 
 
 def open_batch(batch: Any) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a batch, whatever its form."""
+    """Return a batch's inputs and targets, whatever its form."""
     if isinstance(batch, dict):
         return (batch["x"], batch["y"]) if "x" in batch else (batch["in"][0], batch["out"][0]["y"])
     x, y = batch
@@ -64,7 +64,7 @@ def open_batch(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class Body(nn.Module):
-    """A stem, a body and a head, which most models are."""
+    """A stem, a body and a head, the structure of most models."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Body(nn.Module):
 
 
 class Recomputed(Body):
-    """The body is computed again in the backward."""
+    """A model that recomputes its body in the backward."""
 
     reentrant = False
 
@@ -89,7 +89,7 @@ class Reentrant(Recomputed):
 
 
 class Thrice(Body):
-    """The body is called three times."""
+    """A model that calls its body three times."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.stem(x))
@@ -99,7 +99,7 @@ class Thrice(Body):
 
 
 class Scaled(Body):
-    """A scalar parameter, a list of vectors, a buffer that is not saved."""
+    """A model with a scalar parameter, a list of vectors, and a buffer that is not saved."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__(body, width)
@@ -113,7 +113,7 @@ class Scaled(Body):
 
 
 class Heads(Body):
-    """Two heads, in a dict."""
+    """A model with two heads in a dict."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__(body, width)
@@ -126,7 +126,7 @@ class Heads(Body):
 
 @dataclass
 class Outputs:
-    """What no library knows."""
+    """An output type that no library knows."""
 
     first: Tensor
     second: Tensor
@@ -138,7 +138,7 @@ class Recorded(Heads):
 
 
 class Convolved(nn.Module):
-    """Convolutions in groups, with a norm of groups."""
+    """A model of grouped convolutions with a group norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Convolved(nn.Module):
 
 
 class Remembering(nn.Module):
-    """An LSTM over the two halves of an input."""
+    """A model of an LSTM over the two halves of an input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Remembering(nn.Module):
 
 
 class LowRank(nn.Module):
-    """What a parametrization adds to a frozen weight: LoRA by hand."""
+    """A parametrization that adds low-rank matrices to a frozen weight: LoRA by hand."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class LowRank(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Words, by the mean of what a body makes of each."""
+    """A model that embeds words and takes the mean of the body's outputs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Embedded(nn.Module):
 
 
 class Tied(Embedded):
-    """A decoder that has the embedding's weight."""
+    """A model whose decoder shares the embedding's weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -200,7 +200,7 @@ class Tied(Embedded):
 
 
 class Borrowing(Embedded):
-    """The embedding's weight is used by the parent too."""
+    """A model whose parent also uses the embedding's weight."""
 
     def forward(self, words: Tensor) -> Tensor:
         x = torch.tanh(self.body(self.stem(words))).mean(1)
@@ -208,7 +208,7 @@ class Borrowing(Embedded):
 
 
 class Attending(Embedded):
-    """A layer of torch's Transformer."""
+    """A model with a layer of torch's Transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__(16)
@@ -216,7 +216,7 @@ class Attending(Embedded):
 
 
 class Packed(nn.Module):
-    """A GRU over sequences of several lengths."""
+    """A model with a GRU over sequences of several lengths."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Packed(nn.Module):
 
 
 class Causal(nn.Module):
-    """A small model of transformers, whose loss it computes itself."""
+    """A small transformers model that computes its own loss."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -319,12 +319,12 @@ MODELS: dict[str, Any] = {
     "Llama": lambda width: Causal("llama"),
 }
 WORD_MODELS = ("embedding", "tied", "borrowed weight", "attention", "packed GRU", "GPT-2", "Llama")
-# What each process computes depends on its own part of a batch, or on its own random numbers.
+# Models whose results depend on a process's own part of a batch, or on its own random numbers.
 OF_EACH_RANK = ("batch norm", "dropout", "dropout, checkpointed")
 
 
 def make_model(program: Program, *, other: int = 0) -> nn.Module:
-    """The program's model; with `other` one with other values, as a script has before it resumes."""
+    """Create the program's model. With `other`, use other values, like a script before it resumes."""
     torch.manual_seed(program.seed + other)
     model: nn.Module = MODELS[program.model](program.width)
     return model
@@ -334,7 +334,7 @@ def make_model(program: Program, *, other: int = 0) -> nn.Module:
 
 
 def compare(program: Program, out: Any, y: Tensor) -> Tensor:
-    """The loss of what a model has put out."""
+    """Return the loss of a model's output."""
     if isinstance(out, Tensor) and out.ndim == 0:
         return out
     if isinstance(out, Outputs):
@@ -349,7 +349,7 @@ def compare(program: Program, out: Any, y: Tensor) -> Tensor:
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
-# A large eps: Adam and its kin make of a gradient's rounding, where it is next to nothing, a whole step.
+# A large eps, because Adam and similar optimizers turn the rounding of a tiny gradient into a complete step.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),
     "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9}),
@@ -369,18 +369,18 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def trained(model: Any, program: Program) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that an optimizer is given."""
+    """Return the parameters for an optimizer."""
     named = [(name.removeprefix("_orig_mod."), parameter) for name, parameter in model.named_parameters()]
     if program.frozen == "in the optimizer":
         return named
     if program.added != "no":
-        stem = set(map(id, model.stem.parameters()))  # in models of transformers it has other names too
+        stem = set(map(id, model.stem.parameters()))  # transformers models use other names too
         named = [(name, parameter) for name, parameter in named if id(parameter) not in stem]
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
 def make_groups(model: nn.Module, program: Program) -> Any:
-    """What an optimizer is built with."""
+    """Return the arguments of the optimizer's constructor."""
     named = trained(model, program)
     if program.groups == "named":
         return named
@@ -399,7 +399,7 @@ def make_groups(model: nn.Module, program: Program) -> Any:
 
 
 def make_optimizer(model: Any, program: Program) -> torch.optim.Optimizer:
-    """The program's optimizer, as torch has it."""
+    """Create the program's optimizer from torch."""
     name, arguments = OPTIMIZERS[program.optimizer]
     decay = {"weight_decay": program.weight_decay}
     optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(make_groups(model, program), **arguments, **decay)
@@ -426,7 +426,7 @@ EACH_EPOCH = ("each epoch", "plateau")
 
 
 def rate_by_hand(optimizer: Any, program: Program, step: int) -> None:
-    """Old tutorials write the rate into the groups."""
+    """Write the learning rate into the groups, like old tutorials."""
     for index, group in enumerate(optimizer.param_groups):
         group["lr"] = OPTIMIZERS[program.optimizer][1]["lr"] * 0.9 ** (step + index)
 
@@ -435,13 +435,13 @@ def rate_by_hand(optimizer: Any, program: Program, step: int) -> None:
 
 
 def freeze(model: Any, program: Program) -> None:
-    """What does not train from the beginning."""
+    """Freeze the parameters that do not train from the start."""
     if program.frozen != "nothing":
         model.stem.requires_grad_(False)
 
 
 def add_hooks(model: Any, program: Program) -> None:
-    """Hooks of the script's."""
+    """Add the script's hooks."""
     if program.hooks == "gradients":
         model.stem.weight.register_hook(lambda grad: grad * 0.5)
     elif program.hooks == "modules":
@@ -450,28 +450,28 @@ def add_hooks(model: Any, program: Program) -> None:
 
 
 def seed_of(epoch: int, index: int, rank: int) -> int:
-    """Each process drops by other random numbers in each forward."""
+    """Return a seed, so each process drops other values in each forward."""
     return 10_000 * (epoch + 1) + 10 * index + rank
 
 
 def other_inputs(x: Tensor) -> Tensor:
-    """Of a second forward."""
+    """Return the inputs of a second forward."""
     return x.flip(1)
 
 
 def permuted(count: int) -> list[int]:
-    """The order of the batch sampler."""
+    """Return the order of the batch sampler."""
     return [(7 * index + 3) % count for index in range(count)]
 
 
 def turn(model: Any) -> None:
-    """The stem is frozen, or trains again."""
+    """Freeze the stem, or unfreeze it."""
     frozen = not next(iter(model.stem.parameters())).requires_grad
     model.stem.requires_grad_(frozen)
 
 
 def give_state(model: nn.Module, optimizer: torch.optim.Optimizer, program: Program) -> None:
-    """Two steps of the optimizer before the training proper."""
+    """Take two optimizer steps before the training itself."""
     if program.given_state == "no":
         return
     for number in range(2):
@@ -484,7 +484,7 @@ def give_state(model: nn.Module, optimizer: torch.optim.Optimizer, program: Prog
 
 
 def each_sample(out: Any, y: Tensor) -> Tensor:
-    """A number for each sample, as a metric has."""
+    """Return a number for each sample, like a metric."""
     if not isinstance(out, Tensor):
         out = out["first"] if isinstance(out, dict) else out.first
     return (out.float() - y).square().mean(-1)
@@ -496,7 +496,7 @@ PHASES = {"chain": 1, "adversaries": 2, "teacher": 1, "teacher of its own": 1, "
 
 
 def make_several(program: Program, *, other: int = 0) -> list[nn.Module]:
-    """Two models; a teacher does not train."""
+    """Create two models; a teacher does not train."""
     torch.manual_seed(program.seed + other)
     width = program.width
     if program.models == "chain":
@@ -518,7 +518,7 @@ def trains(model: nn.Module) -> bool:
 def loss_of_several(
     program: Program, forwards: list[Any], models: list[Any], x: Tensor, y: Tensor, number: int
 ) -> Tensor:
-    """The loss of a batch, or the `number`-th of them."""
+    """Return the loss of a batch, or the `number`-th loss."""
     first, second = forwards
     if program.models == "chain":
         return compare(program, second(first(x)), y)
@@ -527,7 +527,7 @@ def loss_of_several(
             with torch.no_grad():
                 made = first(x.flip(0))
             return functional.softplus(-second(x).float()).mean() + functional.softplus(second(made).float()).mean()
-        if program.accumulation > 1 or program.seed % 2:  # else its gradients are dropped before its next loss
+        if program.accumulation > 1 or program.seed % 2:  # otherwise its gradients are dropped before its next loss
             models[1].requires_grad_(False)
         return functional.softplus(-second(first(x.flip(0))).float()).mean()
     out = first(x)

@@ -36,7 +36,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 def make_accelerator(program: Program, path: str, folder: Path) -> Accelerator:
-    """From a dict, from a file, or with arguments in code."""
+    """Create an Accelerator from a dict, a file, or arguments in code."""
     section: dict[str, Any] = {"zero_optimization": STAGES[path]} if path in STAGES else {}
     if program.clip == "config":
         section["gradient_clipping"] = 0.1
@@ -80,7 +80,7 @@ class Permuted:
 
 
 def make_loader(program: Program, samples: Samples, world: int) -> DataLoader[Any]:
-    """As the script builds it."""
+    """Build the script's loader."""
     size = GLOBAL_BATCH if program.data == "split" else GLOBAL_BATCH // world
     if program.data == "batch sampler":
         sampler: Any = Permuted(len(samples), size)
@@ -113,7 +113,7 @@ class Run:
     # ---- before the loop ---------------------------------------------------------------------------------------------
 
     def make(self, other: int = 0) -> None:
-        """The script's objects, prepared."""
+        """Create and prepare the script's objects."""
         program = self.program
         with self.accelerator.init_model() if program.built == "init_model" else nullcontext():
             model: Any = material.make_model(program, other=other)
@@ -131,7 +131,7 @@ class Run:
         self.prepare(model, program)
 
     def prepare(self, model: Any, program: Program) -> None:
-        """Optimizer and schedule, and all of them prepared in some order."""
+        """Create optimizer and scheduler, and prepare all objects in some order."""
         self.loader: Any = self.raw
         optimizer = material.make_optimizer(model, program)
         material.give_state(model, optimizer, program)
@@ -152,7 +152,7 @@ class Run:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def losses_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """What is given to backward, one after the other."""
+        """Yield the losses for backward, one after the other."""
         program = self.program
         out = self.model(x)
         first = compare(program, out, y)
@@ -164,7 +164,7 @@ class Run:
         return [first + second] if program.backwards == "summed" else [first, second]
 
     def backward(self, batch: Any, epoch: int, index: int) -> None:
-        """The micro-batch's gradients, and its loss noted."""
+        """Run the micro-batch's backward and record its loss."""
         program, accelerator = self.program, self.accelerator
         torch.manual_seed(seed_of(epoch, index, accelerator.process_index))
         losses = self.losses_of(*open_batch(batch))
@@ -177,7 +177,7 @@ class Run:
         self.losses.append(sum(losses).detach())
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[tuple[int, Any, bool]]:
-        """Each with its number, and whether it is the last."""
+        """Yield batches, each with its number, and whether it is the last."""
         if self.loader is None:
             world, rank = self.accelerator.num_processes, self.accelerator.process_index
             for start in range(0, self.program.count, GLOBAL_BATCH):
@@ -191,7 +191,7 @@ class Run:
             yield index, batch, index + 1 == length
 
     def epoch(self, number: int, *, skip: int = 0, stop: int = 1000) -> None:
-        """One pass over the loader."""
+        """Run one pass over the loader."""
         program = self.program
         for index, batch, is_last in self.batches(number, skip):
             if program.dropped == "skipped batch" and index == 2:
@@ -208,7 +208,7 @@ class Run:
             self.evaluate()
 
     def micro_batch(self, batch: Any, epoch: int, index: int, *, ends: bool) -> None:
-        """In the style of the script."""
+        """Run a micro-batch in the style of the script."""
         program, accelerator = self.program, self.accelerator
         if program.style == "accumulate":
             with accelerator.accumulate(self.model):
@@ -223,7 +223,7 @@ class Run:
             self.update(batch, epoch, index, ends=ends or program.style == "every")
 
     def update(self, batch: Any, epoch: int, index: int, *, ends: bool) -> None:
-        """Backward, and where the script has it a step."""
+        """Run backward, and a step where the script has one."""
         program, accelerator, optimizer = self.program, self.accelerator, self.optimizer
         if program.zero_grad == "first":
             optimizer.zero_grad()
@@ -256,7 +256,7 @@ class Run:
             self.write()
 
     def write(self) -> None:
-        """What the script does with weights between steps."""
+        """Change weights between steps, if the script does."""
         writes = self.program.writes
         if writes in ("average", "clamp"):
             with self.accelerator.whole_weights(self.model), torch.no_grad():
@@ -268,7 +268,7 @@ class Run:
                         parameter.clamp_(-0.3, 0.3)
 
     def restore(self) -> None:
-        """The best weights come back."""
+        """Restore the best weights."""
         with self.accelerator.whole_weights(self.model):
             model = self.accelerator.unwrap_model(self.model)
             if self.steps == 1:
@@ -277,7 +277,7 @@ class Run:
                 model.load_state_dict(self.kept)
 
     def evaluate(self) -> None:
-        """A number of all samples, each once."""
+        """Record a number for each sample, once."""
         if self.program.evaluation == "no":
             return
         accelerator, program = self.accelerator, self.program
@@ -298,7 +298,7 @@ class Run:
         self.model.train()
 
     def refit(self) -> None:
-        """A new optimizer in the second epoch; or a group more."""
+        """Create a new optimizer in the second epoch, or add a group."""
         program, accelerator = self.program, self.accelerator
         if program.added == "after":
             stem = accelerator.unwrap_model(self.model).stem
@@ -314,7 +314,7 @@ class Run:
     # ---- after it ----------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Of the whole model, on the main process."""
+        """Return the complete model's weights on the main process."""
         accelerator, model = self.accelerator, self.model
         names = [name.replace("_orig_mod.", "") for name, _ in accelerator.unwrap_model(model).named_parameters()]
         if self.program.writes == "average":
@@ -331,7 +331,7 @@ class Run:
         }
 
     def saved(self, names: list[str]) -> dict[str, Tensor]:
-        """As `save_model` writes them."""
+        """Return the weights that `save_model` writes."""
         from safetensors.torch import load_file
 
         folder = self.folder / f"model-{self.program.seed}-{self.path}"
@@ -343,7 +343,7 @@ class Run:
         }
 
     def noted(self) -> dict[str, Any]:
-        """What is compared; losses are the mean over the processes."""
+        """Return the values to compare. Losses are the mean over the processes."""
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         losses = self.accelerator.reduce(losses, "mean").tolist()
         found = {"losses": losses, "norms": self.norms, "rates": self.rates, "metrics": self.metrics}
@@ -354,7 +354,7 @@ class Several(Run):
     """Two models, each with its optimizer, or one with a teacher."""
 
     def make(self, other: int = 0) -> None:
-        """The script's objects, prepared."""
+        """Create and prepare the script's objects."""
         program, accelerator = self.program, self.accelerator
         of_its_own = program.models == "teacher of its own"  # which no checkpoint holds
         models: list[Any] = material.make_several(program, other=0 if of_its_own else other)
@@ -389,14 +389,14 @@ class Several(Run):
         self.noted_norms: list[list[float]] = [[] for _ in optimizers]
 
     def micro_batch(self, batch: Any, epoch: int, index: int, *, ends: bool) -> None:
-        """All losses of a batch, in one window."""
+        """Run all losses of a batch in one window."""
         by_hand = self.program.accumulation == 1 and self.program.seed % 3 == 0
         trained = self.models[: len(self.optimizers)]
         with nullcontext() if by_hand else self.accelerator.accumulate(*trained):
             self.train_on(*open_batch(batch), is_step=by_hand or self.accelerator.sync_gradients)
 
     def train_on(self, x: Tensor, y: Tensor, *, is_step: bool) -> None:
-        """Losses, backwards and steps."""
+        """Run losses, backwards and steps."""
         program, accelerator = self.program, self.accelerator
         found: Any = 0.0
         if program.models == "adversaries":
@@ -437,19 +437,19 @@ class Several(Run):
         optimizer.zero_grad()
 
     def noted(self) -> dict[str, Any]:
-        """What is compared."""
+        """Return the values to compare."""
         self.norms = [norm for step in zip(*self.noted_norms, strict=True) for norm in step]
         self.rates = [rates for step in zip(*self.noted_rates, strict=True) for rates in step]
         return super().noted()
 
     def weights(self) -> dict[str, Tensor]:
-        """Of both models."""
+        """Return the weights of both models."""
         found = [self.accelerator.get_state_dict(model) or {} for model in self.models]
         return {f"{n}.{name}": tensor.float() for n, one in enumerate(found) for name, tensor in one.items()}
 
 
 def run(program: Program, path: str, part: str, folder: Path) -> tuple[Run, dict[str, Any]]:
-    """A program on a path: `whole`, or the `first` part of one that is resumed, or its `second`."""
+    """Run a program on a path: `whole`, or the `first` or `second` part of a resumed one."""
     state = (Run if program.models == "one" else Several)(program, path, folder)
     state.make(other=7 if part == "second" else 0)
     if program.writes == "average":

@@ -1,4 +1,4 @@
-"""Random programs in plain torch: one process, on the global batch, written by hand. No line of the package is used."""
+"""Random programs by hand in plain torch: one process, on the global batch. No line of the package is used."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from material import Samples, compare, seed_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-Micro = list[list[int]]  # of each process its samples
+Micro = list[list[int]]  # each process's samples
 
 
 def orders(program: Program) -> list[list[int]]:
-    """The samples of each epoch in order."""
+    """Return the samples of each epoch in order."""
     count = program.count
     if program.data == "batch sampler":
         return [material.permuted(count)] * program.epochs
@@ -32,7 +32,7 @@ def orders(program: Program) -> list[list[int]]:
 
 
 def _until_left(loader: Any, program: Program) -> list[int]:
-    """An epoch's samples; what comes after the loop has left it is not drawn, as torch's sampler draws at its end."""
+    """Yield an epoch's samples, and draw none after the loop is left, since torch's sampler draws at its end."""
     order: list[int] = []
     for number, batch in enumerate(loader, start=1):
         order += batch
@@ -42,7 +42,7 @@ def _until_left(loader: Any, program: Program) -> list[int]:
 
 
 def micro_batches(program: Program, world: int, order: list[int]) -> list[Micro]:
-    """What the processes read together, one micro-batch after the other."""
+    """Yield what all processes read, one micro-batch after the other."""
     drops, size = program.data == "drop_last", GLOBAL_BATCH // world
     if world > 1 and program.length == "uneven" and not drops:
         order = order + order[: -len(order) % GLOBAL_BATCH]
@@ -54,12 +54,12 @@ def micro_batches(program: Program, world: int, order: list[int]) -> list[Micro]
 
 
 class Run:
-    """One model with its optimizer, and what is noted of its training.
+    """One model with its optimizer, and the records of its training.
 
     Args:
-        program: it.
-        world: processes that it is compared with.
-        zero: whether these run ZeRO: a 16-bit model has fp32 masters then, else it runs under autocast.
+        program: the program.
+        world: number of processes of the compared run.
+        zero: whether that run uses ZeRO. Then a 16-bit model has fp32 masters, otherwise it runs under autocast.
     """
 
     def __init__(self, program: Program, world: int, *, zero: bool) -> None:
@@ -70,10 +70,10 @@ class Run:
         self.rates: list[list[float]] = []
         self.metrics: list[float] = []
         self.half = program.precision == "bf16"
-        self.done = self.size = 0  # micro-batches of the open window, so far and in all
+        self.done = self.size = 0  # micro-batches of the open window, so far and in total
 
     def prepare(self, model: nn.Module) -> None:
-        """The masters, which the optimizer holds, and the model that computes."""
+        """Create the masters, which the optimizer holds, and the model that computes."""
         self.masters = self.model = model
         if self.half and self.zero:
             self.model = copy.deepcopy(model).to(torch.bfloat16)
@@ -82,18 +82,18 @@ class Run:
                     master.copy_(weight)
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Masters and what the forward computes with."""
+        """Yield masters with the tensors that the forward uses."""
         return list(zip(self.masters.parameters(), self.model.parameters(), strict=True))
 
     def publish(self) -> None:
-        """The masters' values to the model."""
+        """Copy the masters' values to the model."""
         if self.masters is not self.model:
             with torch.no_grad():
                 for master, weight in self.pairs():
                     weight.copy_(master)
 
     def forward(self, x: Tensor) -> Any:
-        """In the precision of the run."""
+        """Run the forward in the run's precision."""
         if self.half and not self.zero:
             with torch.autocast("cpu", torch.bfloat16):
                 return self.model(x)
@@ -103,14 +103,14 @@ class Run:
         return self.samples.inputs[indices], self.samples.targets[indices]
 
     def parts(self, micro: Micro, epoch: int, index: int) -> list[tuple[Tensor, Tensor, int | None]]:
-        """The global batch; or each process' own part, and its seed, where the parts matter."""
+        """Return the global batch, or each process's part and seed if the parts matter."""
         sizes = {len(part) for part in micro}
         if self.program.model in material.OF_EACH_RANK or len(sizes) > 1:
             return [(*self.of_batch(part), seed_of(epoch, index, rank)) for rank, part in enumerate(micro)]
         return [(*self.of_batch([index for part in micro for index in part]), None)]
 
     def losses_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """What is given to backward, one after the other."""
+        """Yield the losses for backward, one after the other."""
         program = self.program
         out = self.forward(x)
         first = compare(program, out, y)
@@ -122,7 +122,7 @@ class Run:
         return [first + second] if program.backwards == "summed" else [first, second]
 
     def backward(self, micro: Micro, epoch: int, index: int, divisor: int) -> float:
-        """Add the gradients of the mean over the processes; the loss."""
+        """Add the gradients of the mean over the processes. Return the loss."""
         found = 0.0
         parts = self.parts(micro, epoch, index)
         for x, y, seed in parts:
@@ -136,7 +136,7 @@ class Run:
         return found
 
     def collect(self) -> None:
-        """Gradients go to the masters."""
+        """Move gradients to the masters."""
         if self.masters is self.model:
             return
         for master, weight in self.pairs():
@@ -146,7 +146,7 @@ class Run:
                 weight.grad = None
 
     def build(self, optimizer_name: str | None = None) -> None:
-        """The optimizer, and its schedule."""
+        """Create the optimizer and its scheduler."""
         program = self.program.with_optimizer(optimizer_name)
         self.optimizer = material.make_optimizer(self.masters, program)
         if optimizer_name is None:
@@ -155,7 +155,7 @@ class Run:
         self.schedule = make(self.optimizer, program.total) if make else None
 
     def step(self) -> None:
-        """Clip, apply, schedule, clear; a step that is not finite is left out."""
+        """Clip, apply, schedule, clear. Skip a step with non-finite gradients."""
         program = self.program
         grads = [p.grad for p in self.masters.parameters() if p.grad is not None]
         finite = all(bool(grad.isfinite().all()) for grad in grads)
@@ -178,7 +178,7 @@ class Run:
         self.after_step()
 
     def after_step(self) -> None:
-        """What the script does with weights between steps."""
+        """Change weights between steps, if the script does."""
         writes, number = self.program.writes, len(self.rates)
         with torch.no_grad():
             if writes == "average":
@@ -196,7 +196,7 @@ class Run:
         self.publish()
 
     def epoch(self, number: int, order: list[int]) -> None:
-        """One pass over the samples."""
+        """Run one pass over the samples."""
         program, n = self.program, self.program.accumulation
         micros = micro_batches(program, self.world, order)
         for index, micro in enumerate(micros):
@@ -239,7 +239,7 @@ class Run:
         return self.program.count - left if stops and is_short else self.program.count
 
     def evaluate(self, micros: list[Micro]) -> None:
-        """Note a number of all samples, in their order."""
+        """Record a number for each sample, in order."""
         if self.program.evaluation == "no":
             return
         self.model.eval()
@@ -255,7 +255,7 @@ class Run:
 
 
 def run(program: Program, world: int, *, zero: bool) -> dict[str, Any]:
-    """What a program notes, and the weights that it ends with."""
+    """Return a program's records and final weights."""
     if program.models != "one":
         return run_several(program, world, zero=zero)
     model = material.make_model(program)
@@ -281,7 +281,7 @@ def run(program: Program, world: int, *, zero: bool) -> dict[str, Any]:
 
 
 def refit(state: Run) -> None:
-    """A new optimizer in the second epoch; or a group more."""
+    """Create a new optimizer in the second epoch, or add a group."""
     program = state.program
     if program.added == "after":
         state.optimizer.add_param_group({"params": list(state.masters.stem.parameters()), "lr": 0.01})
@@ -300,7 +300,7 @@ def refit(state: Run) -> None:
 
 
 def run_several(program: Program, world: int, *, zero: bool) -> dict[str, Any]:
-    """The same for programs of two models."""
+    """Run a program of two models."""
     models = material.make_several(program)
     runs = [Run(program, world, zero=zero) for _ in models]
     for state, model in zip(runs, models, strict=True):
@@ -356,7 +356,7 @@ def run_several(program: Program, world: int, *, zero: bool) -> dict[str, Any]:
 
 
 def phase_of_loss(program: Program, runs: list[Run], x: Tensor, y: Tensor, number: int) -> Tensor:
-    """Of the kind of program."""
+    """Return a loss's phase for the kind of program."""
     forwards: list[Any] = [state.forward for state in runs]
     if program.models == "teacher of its own":  # it is not prepared
         forwards[1] = runs[1].masters
@@ -364,6 +364,6 @@ def phase_of_loss(program: Program, runs: list[Run], x: Tensor, y: Tensor, numbe
 
 
 def finish(state: Run, *, ends: bool) -> None:
-    """A step, where the window ends."""
+    """Take a step at the window's end."""
     if ends:
         state.step()

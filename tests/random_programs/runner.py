@@ -33,11 +33,11 @@ STAND_STILL = 90.0  # seconds for one program
 
 @dataclass
 class Outcome:
-    """What came of a program on a path: `right`, `refused`, `wrong`, and why."""
+    """The outcome of a program on a path: `right`, `refused` or `wrong`, and the reason."""
 
     program: Program
     path: str
-    then: str  # the path that it is resumed on, or ""
+    then: str  # the path on which it resumes, or ""
     verdict: str = ""
     why: str = ""
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def wait(workers: list[Any], seen: Any, *, seconds: float = STAND_STILL) -> list[int | None]:
-    """How they end; where nothing new is seen for so long, or one has failed, the others are killed."""
+    """Wait for processes. If one fails, or shows no progress for the given time, kill the others."""
     last, since = seen(), time.monotonic()
 
     def is_over(ended: Mapping[int, float]) -> bool:
@@ -68,7 +68,7 @@ def wait(workers: list[Any], seen: Any, *, seconds: float = STAND_STILL) -> list
 
 
 def run_pool(world: int, jobs: list[dict[str, Any]], folder: Path) -> None:
-    """All jobs; after one that did not end well new processes do the others."""
+    """Run all jobs. After a failed one, new processes run the rest."""
     left, turn = list(jobs), 0
     while left:
         turn += 1
@@ -86,7 +86,7 @@ def run_pool(world: int, jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def run_alone(world: int, job: dict[str, Any], folder: Path) -> None:
-    """A job in processes of its own: they must end with 0, and say nothing of an error."""
+    """Run a job in separate processes, which must exit with 0 and print no error."""
     log, listed = folder / f"log-{job['id']}.txt", folder / f"{job['id']}.json"
     listed.write_text(json.dumps(job))
     port = str(random.randrange(20_000, 32_000))
@@ -102,7 +102,7 @@ def run_alone(world: int, job: dict[str, Any], folder: Path) -> None:
 
 
 def read(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
-    """What the processes of a job found: a failure of any, or rank 0's numbers."""
+    """Read a job's results of all processes: any failure, or rank 0's numbers."""
     found = []
     for rank in range(world):
         file = folder / f"{job['id']}.{rank}.pt"
@@ -128,14 +128,14 @@ def read(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
 
 
 def largest(got: list[float], wanted: list[float]) -> float:
-    """The largest difference of numbers, relative where they are large; infinite if they are not equally many."""
+    """Return the largest difference of numbers, relative for large ones. It is infinite if the counts differ."""
     if len(got) != len(wanted):
         return float("inf")
     return max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(got, wanted, strict=True)), default=0.0)
 
 
 def judge(outcome: Outcome, wanted: dict[str, Any]) -> None:
-    """The verdict."""
+    """Return the verdict."""
     parts = outcome.parts
     outcome.seconds = sum(part["seconds"] for part in parts)
     for part in parts:
@@ -147,7 +147,7 @@ def judge(outcome: Outcome, wanted: dict[str, Any]) -> None:
     half, kernels = outcome.program.precision == "bf16", outcome.path in KERNELS or outcome.then in KERNELS
     limit = 1e-2 if half else 1e-4 if kernels else 1e-5
     found = {name: largest(got[name], wanted[name]) for name in ("losses", "metrics")}
-    found["norms"] = largest(got["norms"], wanted["norms"]) / 10  # a norm is of all gradients
+    found["norms"] = largest(got["norms"], wanted["norms"]) / 10  # a norm covers all gradients
     flat = [[n for step in rates["rates"] for n in step] for rates in (got, wanted)]
     found["rates"] = largest(*flat)
     weights = parts[-1]["weights"]
@@ -167,7 +167,7 @@ def judge(outcome: Outcome, wanted: dict[str, Any]) -> None:
 
 
 def plan(programs: Iterable[Program], paths_of: Any, alone: Any = lambda program: False) -> list[Outcome]:
-    """Which programs run on which paths."""
+    """Choose the programs and their paths."""
     outcomes = []
     for program in programs:
         for path in paths_of(program):
@@ -180,7 +180,7 @@ def plan(programs: Iterable[Program], paths_of: Any, alone: Any = lambda program
 
 
 def may_follow(program: Program, path: str, other: str) -> bool:
-    """In 16 bits masters follow masters; what a process computes of its own part has as many processes."""
+    """Return whether a path can resume another: in 16 bits both have masters, or the world sizes must match."""
     from material import OF_EACH_RANK
 
     if program.precision != "no" and (path in ("one", "ddp")) != (other in ("one", "ddp")):
@@ -190,7 +190,7 @@ def may_follow(program: Program, path: str, other: str) -> bool:
 
 
 def execute(outcomes: list[Outcome], folder: Path) -> None:
-    """Run them: first parts, then second ones, each in the pool of its number of processes."""
+    """Run first parts, then second parts, each in the pool for its number of processes."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(2):
         for world in (1, 2):
@@ -229,13 +229,13 @@ def execute(outcomes: list[Outcome], folder: Path) -> None:
 
 
 def masked(text: str) -> str:
-    """A message without what differs from program to program."""
+    """Return a message without the parts that vary between programs."""
     text = " ".join(text.split())
     return re.sub(r"'[^']*'|`[^`]*`|[\d.e+-]*\d[\d.e+-]*|/\S+", "…", text)[:200]
 
 
 def tables(outcomes: list[Outcome]) -> str:
-    """dimension | programs | right | refused | wrong, and what was refused or wrong."""
+    """Format a table: dimension | programs | right | refused | wrong, then what was refused or wrong."""
     lines = ["dimension | value | programs | right | refused | wrong"]
 
     def row(name: str, value: Any, some: list[Outcome]) -> None:
@@ -266,12 +266,12 @@ def tables(outcomes: list[Outcome]) -> str:
 
 
 def changes(program: Program) -> str:
-    """What of a program is not plain."""
+    """Return a program's values that are not plain."""
     default = Program(program.seed)
     return ", ".join(f"{n}={getattr(program, n)}" for n in DIMENSIONS if getattr(program, n) != getattr(default, n))
 
 
-# Words of refusals that are documented, and the programs that they are for.
+# Words of documented refusals, and the programs that they apply to.
 KNOWN: tuple[tuple[str, Any], ...] = (
     ("a second backward through one forward", lambda p, zero, stage3: p.backwards == "one graph" and stage3),
     ("Build all its groups before prepare()", lambda p, zero, stage3: p.added == "after" and zero),
@@ -282,14 +282,14 @@ KNOWN: tuple[tuple[str, Any], ...] = (
 
 
 def is_known(outcome: Outcome) -> bool:
-    """Whether a refusal is one that the documentation names, of a program that it names."""
+    """Return whether the documentation names this refusal for this program."""
     paths = {outcome.path, outcome.then} - {""}
     zero, stage3 = not paths <= {"one", "ddp"}, any(path.startswith("3") for path in paths)
     return any(words in outcome.why and fits(outcome.program, zero, stage3) for words, fits in KNOWN)
 
 
 def findings(outcomes: list[Outcome]) -> list[str]:
-    """What is wrong, and what is refused though no page says so."""
+    """Return wrong results and undocumented refusals."""
     return [
         f"{o.name}{f', resumed on {o.then}' if o.then else ''}: {o.verdict}: {o.why[-1500:]}\n    {changes(o.program)}"
         for o in outcomes
@@ -298,7 +298,7 @@ def findings(outcomes: list[Outcome]) -> list[str]:
 
 
 def spread(seeds: Iterable[int], each: int) -> list[Outcome]:
-    """The programs of seeds, each on so many paths, so that all paths have equally many; every fourth runs alone."""
+    """Assign each program to several paths, so all paths get equally many. Every fourth program runs alone."""
     step = len(PATHS) // each
     programs = [draw(seed) for seed in seeds]
 
@@ -309,7 +309,7 @@ def spread(seeds: Iterable[int], each: int) -> list[Outcome]:
 
 
 def main() -> None:
-    """A slice, by hand."""
+    """Run a slice by hand."""
     import tempfile
 
     from forked import ForkServer

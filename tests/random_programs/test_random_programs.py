@@ -1,6 +1,6 @@
 """Random training programs on every path, against plain torch on the global batch in one process.
 
-`make campaign` prints the table: dimension | value | programs | right | refused | wrong; and every refusal.
+`make campaign` prints the table (dimension | value | programs | right | refused | wrong) and every refusal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS, EACH = 180, 3
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("built_ops")
 def test_some_programs_train_as_in_plain_torch(tmp_path: Path) -> None:
-    """Nine programs, on one path each, have plain torch's losses, norms, rates and weights, or a documented refusal."""
+    """Nine programs on one path each have plain torch's losses, norms, rates and weights, or a documented refusal."""
     outcomes = spread(DAILY, 1)
     assert {outcome.path for outcome in outcomes} == set(PATHS)
     execute(outcomes, tmp_path)
@@ -35,7 +35,7 @@ def test_some_programs_train_as_in_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.timeout(5400)
 @pytest.mark.usefixtures("built_ops")
 def test_random_programs_train_as_in_plain_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So do 540 of them, sixty on each path, of which 135 run in processes of their own that end as a script does."""
+    """540 programs agree with plain torch, sixty per path. 135 of them run in processes that end like a script."""
     outcomes = spread(range(PROGRAMS), EACH)
     execute(outcomes, tmp_path)
     with capsys.disabled():

@@ -1,6 +1,6 @@
-"""Runs programs on paths, one after the other, in one group of processes: STORE RANK WORLD JOBS FOLDER.
+"""Runs programs on paths, one after the other, in one process group: STORE RANK WORLD JOBS FOLDER.
 
-After a program that did not end well the processes end: whoever started them starts new ones for the others.
+After a program that failed the processes end, and the caller starts new ones for the rest.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from packaged import run
 
 from zero_plugin.errors import ZeroPluginError
 
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a second each time
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # saves a second each time
 
 
 def attempt(job: dict[str, Any]) -> dict[str, Any]:
-    """What a job notes, or how it failed."""
+    """Return a job's records, or its failure."""
     begun = time.perf_counter()
     try:
         state, found = run(Program(**job["program"]), job["path"], job["part"], Path(job["folder"]))
@@ -44,17 +44,17 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every job in turn; what each process finds goes to a file."""
+    """Run every job in turn. Each process writes its findings to a file."""
     store, rank, world, jobs, folder = sys.argv[1:]
     with process_group(store, rank, world, seconds=60) if world != "1" else nullcontext():
         run_jobs(rank, jobs, folder)
 
 
 def run_jobs(rank: str, jobs: str, folder: str) -> None:
-    """Each in turn."""
+    """Run each job in turn."""
     for job in json.loads(Path(jobs).read_text()):
         gc.collect()
-        gc.freeze()  # else every end_training() walks all that imports have made until then
+        gc.freeze()  # otherwise every end_training() walks all objects that imports have made until then
         print(f"=== {job['id']}", flush=True)
         Path(folder, f"{job['id']}.{rank}.begun").touch()
         found = attempt(job)

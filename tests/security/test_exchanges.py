@@ -1,4 +1,4 @@
-"""What the package's processes send each other is tensors and JSON, so that who can join a group runs nothing by it."""
+"""The package's processes exchange tensors and JSON, so a process that joins a group cannot make them run code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import zero_plugin
 
 PACKAGE = Path(zero_plugin.__file__).parent
-# Each sends pickles, or reads them.
+# Functions that send or read pickles.
 PICKLES = {
     "all_gather_object",
     "broadcast_object_list",
@@ -18,7 +18,7 @@ PICKLES = {
     "scatter_object_list",
     "send_object_list",
 }
-# Objects of the script: what it gathers, its batches, and what its own sampler draws.
+# The script's objects: gathered values, batches, and its own sampler's draws.
 FOR_SCRIPTS = {
     "accelerator.py",
     "data/batch_sampler.py",
@@ -63,7 +63,7 @@ def test_objects_travel_for_scripts_alone() -> None:
 
 
 def test_pickles_are_read_from_files_alone() -> None:
-    """`pickle.loads` and `dumps` of bytes are nowhere: files are read by torch, with `weights_only`."""
+    """`pickle.loads` and `dumps` of bytes are never used. torch reads files, with `weights_only`."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pickle":

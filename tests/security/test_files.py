@@ -1,4 +1,4 @@
-"""Files that are none: a pipe, a device, links in a circle are errors at once."""
+"""Paths that are no regular files (a pipe, a device, a link cycle) are errors immediately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_plugin.machine.hardware import PROC, process_stat, read_text
 
 @pytest.mark.parametrize("kind", ["pipe", "circle", "device", "folder"])
 def test_check_does_not_wait_for_what_is_no_file(kind: str, tmp_path: Path) -> None:
-    """Nor does it fail with a traceback."""
+    """The check rejects the file without waiting and without a traceback."""
     file = tmp_path / "a.yaml"
     if kind == "pipe":
         os.mkfifo(file)
@@ -34,14 +34,14 @@ def test_check_does_not_wait_for_what_is_no_file(kind: str, tmp_path: Path) -> N
 
 
 def test_a_pipe_of_the_shell_is_read() -> None:
-    """`<(…)` is one, without a name in the file system."""
+    """A shell's `<(…)` is a pipe without a name in the file system, and is read."""
     script = f"{sys.executable} -m zero_plugin check <(sleep 0.5; echo 'zero_stage: 9')"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, ":1:1: error: zero_stage" in done.stdout) == (2, True), done
 
 
 def test_processes_whose_names_are_no_utf8() -> None:
-    """Any user's program may set such a name; the launcher reads all of them when it reports a failure."""
+    """Process names may be invalid UTF-8, and the launcher can still read all processes to report a failure."""
     rename = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\\xff\\x1b'); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", rename]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -56,7 +56,7 @@ def test_processes_whose_names_are_no_utf8() -> None:
 
 @pytest.mark.parametrize("amount", ["9" * 400, "9" * 5000, f"{'9' * 400}GB", "9e999GB", f"{'9' * 400}B"])
 def test_numbers_of_hundreds_of_digits(amount: str) -> None:
-    """Are no amounts."""
+    """Numbers of hundreds of digits are refused as amounts."""
     assert read_bytes(amount) is None
     assert read_count(amount) is None
     assert read_count(10**400) is None

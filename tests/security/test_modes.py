@@ -1,4 +1,4 @@
-"""What may hold a secret (records, resolved configurations, logs) is the user's alone, whatever the umask is."""
+"""Files that may hold a secret (records, resolved configurations, logs) are the user's alone, whatever the umask."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ print("a secret")
 accelerator.save_state("out/last")
 accelerator.end_training()
 """
-# What is meant to be read by others: weights, and what describes them.
+# Files meant for others: weights, and their descriptions.
 SHARED = {"model.safetensors", "training.json", "random.json", "random.safetensors", "objects.json", "manifest.json"}
 SHARED |= {"checksums.json", "checksums.safetensors", "train.py"}
 
 
 @pytest.mark.processes
 def test_with_an_umask_of_000(tmp_path: Path, forked_workers: dict[str, str]) -> None:
-    """All that a launch leaves is 0600 in folders of 0700, but for the checkpoint's own files."""
+    """Everything that a launch leaves is 0600 in folders of 0700, except the checkpoint's own files."""
     (tmp_path / "train.py").write_text(SCRIPT)
     left = {name: str(tmp_path / "home" / name) for name in ("cache", "runs", "tmp")}
     (tmp_path / "home" / "tmp").mkdir(parents=True, mode=0o700)
@@ -41,7 +41,7 @@ def test_with_an_umask_of_000(tmp_path: Path, forked_workers: dict[str, str]) ->
     assert any(path.name.startswith("resolved-") for path in files)
 
     def is_open(path: Path) -> bool:
-        """Whether others can read it: its mode says so, and that of no folder above it forbids it."""
+        """Return whether others can read the file: its mode and all parent folders allow it."""
         above = [folder for folder in path.parents if folder.is_relative_to(tmp_path)]
         return bool(path.stat().st_mode & 0o077) and all(folder.stat().st_mode & 0o077 for folder in above)
 

@@ -1,4 +1,4 @@
-"""What steers a terminal, in names, keys and values of files that others wrote, is shown escaped by every command."""
+"""Terminal control characters in names, keys and values of foreign files are escaped by every command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import CheckpointError, ConfigError, Problem, printable
 
-# Clears the screen, writes into the title, turns the direction of a text, ends a line, and is half a character.
+# Clears the screen, writes into the title, reverses the direction of a text, ends a line, and is half a character.
 MARKS = ("\x1b[2J", "\x9d0;title\x07", "\u202e", "\u2066", "\u2028", "\r", "\x7f")
 NASTY = "".join(MARKS)
 
@@ -44,7 +44,7 @@ def assert_clean(output: str) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_no_command_steers_the_terminal(arguments: list[str], code: int, tmp_path: Path) -> None:
-    """A wrong file and a right one, by their names and by what they hold."""
+    """Names and contents of a wrong and a right file are escaped by every command."""
     name = f"{NASTY}.json"
     wrong = {"zero_optimization": {f"stag{NASTY}": 2, "stage": f"{NASTY}2"}, "train_batch_size": f"8{NASTY}"}
     (tmp_path / name).write_text(json.dumps(wrong, ensure_ascii=False))
@@ -61,7 +61,7 @@ def test_no_command_steers_the_terminal(arguments: list[str], code: int, tmp_pat
 
 
 def test_a_dry_run_is_the_same_words_for_a_shell(tmp_path: Path) -> None:
-    """The script that it prints starts the program of that name, although it shows other characters."""
+    """The printed script starts the program of that name, although other characters are shown."""
     script = tmp_path / f"it's{NASTY}\\.py"
     script.write_text("print('started')")
     flags = ["launch", "--cpu", "--num_processes", "1", "--dry_run", str(script)]
@@ -73,7 +73,7 @@ def test_a_dry_run_is_the_same_words_for_a_shell(tmp_path: Path) -> None:
 
 
 def test_messages_errors_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    """Code that raises, logs or prints need not think of it."""
+    """Raised, logged and printed texts are escaped without the caller's help."""
     import logging
 
     show_messages()
@@ -87,14 +87,14 @@ def test_messages_errors_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unpaired_surrogates_and_readable_text() -> None:
-    """Half a character, of a file name that is no UTF-8, can be printed; other languages and emoji stay."""
+    """Half a character, from a file name that is not UTF-8, can be printed. Other languages and emoji stay."""
     assert printable("a\udc80b") == "a\\udc80b"
     readable = "naïve 中文 עברית 👩\u200d💻\ttab\nline"
     assert printable(readable) == readable
 
 
 def test_names_and_values_that_are_no_utf8(tmp_path: Path) -> None:
-    """A located error, and no traceback."""
+    """Invalid UTF-8 gives a located error, and no traceback."""
     (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": "\\ud800"}}')
     name = os.fsdecode(b"b\xff.json")
     (tmp_path / name).write_text('{"stage": 2}')

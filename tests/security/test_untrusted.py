@@ -1,6 +1,6 @@
-"""Folders that somebody else made are read as data, or refused by a CheckpointError: no crash, no hang, little memory.
+"""Foreign folders are read as data, or refused by a CheckpointError: no crash, no hang, little memory.
 
-The sums are those of the changed files, as an attacker would make them: what follows is not about damage.
+The checksums match the changed files, as an attacker would make them. These tests are not about damage.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HOSTILE: list[Any] = [
 
 
 def change(draw: random.Random, value: Any) -> Any:
-    """The value with one hostile one at a place of it, or without one."""
+    """Return the value with a hostile one inserted somewhere, or with one removed."""
     if not isinstance(value, dict | list) or not value or draw.random() < 0.15:
         return draw.choice(HOSTILE)
     if isinstance(value, list):
@@ -71,7 +71,7 @@ def change(draw: random.Random, value: Any) -> Any:
 
 
 def edit(draw: random.Random, content: bytes) -> bytes:
-    """Some bytes of it changed, cut out, or written twice."""
+    """Change, cut out, or duplicate some of its bytes."""
     place, length = draw.randrange(len(content)), draw.choice((1, 1, 2, 8, 50))
     kind = draw.randrange(4)
     if kind == 0:
@@ -85,7 +85,7 @@ def edit(draw: random.Random, content: bytes) -> bytes:
 
 @pytest.fixture
 def memory() -> Iterator[None]:
-    """Nothing that is tried takes 64 MiB more than what was there, beside the files, which are small."""
+    """Assert that no attempt takes more than 64 MiB of additional memory. The files are small."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # in KiB
@@ -93,7 +93,7 @@ def memory() -> Iterator[None]:
 
 @pytest.mark.parametrize("tries", TRIES)
 def test_headers(tries: int, tmp_path: Path, memory: None, tried: Callable[..., dict[str, Any]]) -> None:
-    """Of a safetensors file: what is accepted lies inside the file."""
+    """An accepted safetensors header describes data inside the file."""
     file, draw = tmp_path / "model.safetensors", random.Random(0)
     save_file(
         {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.bfloat16)}, file, metadata={"format": "pt", "c": "a"}
@@ -121,7 +121,7 @@ def test_headers(tries: int, tmp_path: Path, memory: None, tried: Callable[..., 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small one, with an object of its own."""
+    """Create a small checkpoint with a registered object."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -133,13 +133,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_sum(manifest: Any) -> bytes:
-    """The text of a manifest, with the sum that belongs to it."""
+    """Return a manifest's text with the matching checksum."""
     rest = json.dumps({key: value for key, value in manifest.items() if key != "xxh3"})[1:].encode() + b"\n"
     return b'{"xxh3": "%016x", ' % checksum(rest) + rest
 
 
 def read_all(folder: Path) -> None:
-    """All that loading reads."""
+    """Read everything that a load reads."""
     manifest = read_manifest(folder)
     if find_wrong_files(folder, manifest):
         return
@@ -155,7 +155,7 @@ def read_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("tries", TRIES)
 def test_checkpoints(tries: int, checkpoint: Path, memory: None, tried: Callable[..., dict[str, Any]]) -> None:
-    """Whatever its manifest or a JSON file of it says."""
+    """Every content of the manifest or a JSON file is read or refused."""
     draw = random.Random(1)
     original = (checkpoint / MANIFEST_NAME).read_bytes()
     names = [
@@ -228,7 +228,7 @@ def test_checkpoints(tries: int, checkpoint: Path, memory: None, tried: Callable
 def test_numbers_that_no_run_writes_are_damage(
     change_it: Callable[[dict[str, Any]], Any], said: str, checkpoint: Path
 ) -> None:
-    """Of a manifest that agrees with its sum: it cannot be read, and which number is wrong is named, at once."""
+    """A manifest with a matching checksum and an impossible number is damaged, and the number is named immediately."""
     original = (checkpoint / MANIFEST_NAME).read_bytes()
     manifest = json.loads(original)
     change_it(manifest)
@@ -258,7 +258,7 @@ def _first(manifest: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("shape", [[10**4000] * 1000, [2**62] * 200_000])
 def test_a_header_with_a_shape_of_no_tensor_is_refused_at_once(shape: list[int], tmp_path: Path) -> None:
-    """The number of its elements is not computed."""
+    """An impossible shape in a header is refused before its number of elements is computed."""
     header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -269,7 +269,7 @@ def test_a_header_with_a_shape_of_no_tensor_is_refused_at_once(shape: list[int],
 
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a\0b", ["model.safetensors"], None, 3, "pipe"])
 def test_an_index_names_files_of_its_folder(name: Any, tmp_path: Path) -> None:
-    """Regular ones; anything else is one error that names the entry."""
+    """An index may name only regular files of its folder. Any other entry is one error that names it."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.zeros(3)}, tmp_path / "out.safetensors")
@@ -281,7 +281,7 @@ def test_an_index_names_files_of_its_folder(name: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["files", "models"])
 def test_a_manifest_names_files_of_its_folder(place: str, checkpoint: Path) -> None:
-    """One error that names the entry."""
+    """A manifest may name only files of its folder. Any other entry is one error that names it."""
     original = (checkpoint / MANIFEST_NAME).read_bytes()
     for name in ("../out", "/etc/passwd", "a\0b"):
         manifest = json.loads(original)

@@ -1,10 +1,10 @@
-"""What every Python does first that the tests start; it finds this file by PYTHONPATH.
+"""Start-up code of every Python that the tests start, found by PYTHONPATH.
 
-There is no mlflow for it, as on most machines: DeepSpeed imports it wherever it is installed, for a second.
+mlflow is hidden, as on most machines, because DeepSpeed imports an installed mlflow, which takes a second.
 
-`zero-plugin launch` and its workers, in a test that gives them the variable below, do nothing themselves: a fork does,
-of a process in which all imports are done. They pass on what they were started with, the signals that they get, and how
-the fork ends. So does any Python to which a test gives the other variable; those that it starts are not forks.
+If a test sets the variable below, `zero-plugin launch` and its workers are forks of a process with all imports done.
+The started process only forwards its arguments, its signals, and the fork's exit. A second variable does the same for
+any Python, whose own children are not forks.
 
 See `ForkServer` in forked.py.
 """
@@ -23,7 +23,7 @@ LAUNCHES = COMMAND[:3] == ["-m", "zero_plugin", "launch"]
 
 
 def be_forked(place: str) -> None:
-    """Have this program run by whoever listens at `place`, and end as it does."""
+    """Let the server at `place` run this program, and end like the fork."""
     import ctypes
     import json
     import signal

@@ -1,4 +1,4 @@
-"""Methods of PEFT on a small module, and how a script trains each: the rows of the table in docs/adapters.md."""
+"""PEFT's methods on a small module, and a script's training of each: the rows of the table in docs/adapters.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _lora(**options: Any) -> Any:
     return peft.LoraConfig(**{"target_modules": LAYERS, "r": 4, **options})
 
 
-# Configurations are made when they are used, by the release that is installed.
+# Configurations are created on use, by the installed release.
 METHODS: dict[str, Callable[[], Any]] = {
     "LoRA": _lora,
     "rsLoRA": lambda: _lora(use_rslora=True),
@@ -57,7 +57,7 @@ RIGHT, REFUSED = "right", "error"
 
 
 class Net(nn.Module):
-    """[batch, 8] → [batch, 4]."""
+    """A small module: [batch, 8] → [batch, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 def build(method: str) -> tuple[Any, torch.optim.Optimizer]:
-    """A module with adapters that are no longer those without an effect, and an optimizer of them."""
+    """Create a module with adapters whose initial no-effect values are replaced, and an optimizer of the adapters."""
     torch.manual_seed(3)
     model = peft.get_peft_model(Net(), METHODS[method]())  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
@@ -90,16 +90,16 @@ def train(
     part: Callable[[Tensor], Tensor],
     whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Tensor]:
-    """Train as a script does, and evaluate: outputs with the adapters merged, and in the end.
+    """Train like a script, and evaluate. Return outputs with merged adapters, and at the end.
 
     Args:
-        method: of `METHODS`.
+        method: one of `METHODS`.
         own: the module with adapters.
-        model: what is called: `own`, or what `prepare` made of it.
+        model: the called model: `own`, or the result of `prepare`.
         optimizer: its optimizer.
         backward: computes gradients.
         part: this process's part of a global batch.
-        whole_weights: where it may write weights.
+        whole_weights: context in which it may write weights.
     """
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

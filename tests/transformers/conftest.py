@@ -1,4 +1,4 @@
-"""The files of this folder import helpers from it by name."""
+"""Lets the files of this folder import helpers by name."""
 
 from __future__ import annotations
 

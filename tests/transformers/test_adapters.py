@@ -1,4 +1,4 @@
-"""The table in docs/adapters.md, of PEFT's methods on each path, is what two processes train beside plain torch."""
+"""The table of PEFT methods and paths in docs/adapters.md agrees with two training processes and plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from adapter_methods import METHODS, PATHS, REFUSED, RIGHT, build, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
-# Those that differ from each other by more than their shapes.
+# Paths that differ by more than their tensors' shapes.
 DAILY = (
     "DoRA",
     "LoRA, `modules_to_save`",
@@ -32,14 +32,14 @@ Table = dict[tuple[str, str], str]
 
 
 def _table() -> Table:
-    """The word of each method on each path, as the page has them."""
+    """Return the page's word for each method on each path."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
     titles, *rows = rows
     return {(method, title): word for method, *words in rows for title, word in zip(titles[1:], words, strict=True)}
 
 
 def run(method: str, path: str) -> tuple[str, str]:
-    """The table's word for a method on a path, and its error."""
+    """Return the table's word for a method on a path, and its error."""
     own, optimizer = build(method)
     wanted = list(train(method, own, own, optimizer, lambda loss: loss.backward(), lambda whole: whole))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -65,7 +65,7 @@ def run(method: str, path: str) -> tuple[str, str]:
 
 
 def test_the_table_has_each_method_and_path() -> None:
-    """In the order of `adapter_methods`."""
+    """The table has each method and path, in the order of `adapter_methods`."""
     assert list(_table()) == [(method, title) for method in METHODS for title in PATHS]
 
 
@@ -78,7 +78,7 @@ def test_the_table_has_each_method_and_path() -> None:
     ],
 )
 def test_a_method(method: str, title: str) -> None:
-    """It trains on each path as the table says, and an error is ours and says what to write."""
+    """A method trains on each path as the table says. An error is ours and says what to write."""
     word, said = run(method, PATHS[title])
     assert word == _table()[method, title], f"{word} {said}"
     if word == REFUSED:

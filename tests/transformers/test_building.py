@@ -1,4 +1,4 @@
-"""Models that are partitioned from the start at stage 3: their values, their types, and when they are not."""
+"""Models that stage 3 partitions from the start: values, dtypes, and exceptions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from zero_plugin.strategies.deepspeed.guards.group_shapes import refuse_groups_b
 
 
 class Plain(nn.Module):
-    """What a user's own module may do when it is made: initialise its children, tie, draw, and keep buffers."""
+    """A user's own module that initialises its children, ties, draws, and keeps buffers in its constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Plain(nn.Module):
 
 @in_processes(2)
 def test_the_plugins_context(folder: Path) -> None:
-    """`zero3_init_context_manager` says for what is built inside whether it is partitioned, whatever the run says."""
+    """`zero3_init_context_manager` decides whether models built inside are partitioned, whatever the run's setting."""
     place = stored(gpt2, folder / "gpt2")
     with running("zero3") as accelerator:
         plugin = accelerator.state.deepspeed_plugin
@@ -87,7 +87,7 @@ def test_the_plugins_context(folder: Path) -> None:
 
 @in_processes(2)
 def test_the_selected_plugin(folder: Path) -> None:
-    """Models are built as the plugin says that is selected when they are."""
+    """The plugin that is selected at construction decides whether a model is partitioned."""
     place = stored(gpt2, folder / "gpt2")
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
@@ -105,7 +105,7 @@ def test_the_selected_plugin(folder: Path) -> None:
 
 @in_processes(2)
 def test_pretrained(folder: Path) -> None:
-    """`from_pretrained` after Accelerator() has the stored values, partitioned, and trains as plain torch does."""
+    """`from_pretrained` after Accelerator() gives partitioned stored values and trains as in plain torch."""
     place = stored(gpt2, folder / "gpt2")
     with running("zero3") as accelerator:
         model = GPT2LMHeadModel.from_pretrained(place)
@@ -127,7 +127,7 @@ def test_pretrained_with_stored_experts(folder: Path) -> None:
 
 @in_processes(2)
 def test_types(folder: Path) -> None:
-    """In bf16 parameters are bf16, whatever the file or the code says, and buffers with positions stay fp32."""
+    """In bf16 parameters are bf16, whatever the file or code says, and buffers of positions stay fp32."""
     config = LlamaConfig(
         num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=48, vocab_size=VOCABULARY
     )
@@ -148,7 +148,7 @@ def test_types(folder: Path) -> None:
 
 
 def draws_of_16_bits_are_rounded() -> bool:
-    """Whether this torch draws 16-bit numbers as it draws 32-bit ones; before 2.10 that holds for short tensors."""
+    """Return whether this torch draws 16-bit numbers like 32-bit ones. Before 2.10 only short tensors are drawn so."""
     drawn = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
@@ -158,9 +158,9 @@ def draws_of_16_bits_are_rounded() -> bool:
 
 @in_processes(2)
 def test_a_model_that_is_not_prepared(folder: Path) -> None:
-    """A reward model or text encoder that is only called: the error says to prepare it; prepared, it computes.
+    """An unprepared reward model or text encoder raises an error that says to prepare it. Prepared, it computes.
 
-    So it is for a call of its inner model, and of `generate`.
+    The same applies to a call of its inner model, and to `generate`.
     """
     ids = torch.arange(6).view(1, 6)
     place = stored(gpt2, folder / "stored")
@@ -181,9 +181,9 @@ def test_a_model_that_is_not_prepared(folder: Path) -> None:
 
 @in_processes(2)
 def test_init_model(folder: Path) -> None:
-    """A model made inside `init_model` is bitwise the one made outside, and leaves the random numbers where that does.
+    """A model made in `init_model` equals one made outside bitwise, and leaves the same random state.
 
-    So is a transformers model, which initialises its weights a second time when they are partitioned already.
+    A transformers model does too, which initialises its weights again when they are partitioned.
     """
     makers: dict[str, tuple[Callable[[], Any], ...]] = {"no": (bert, t5), "bf16": (Plain, gpt2, mixtral)}
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
@@ -206,9 +206,9 @@ def test_init_model(folder: Path) -> None:
 
 @in_processes(2)
 def test_init_model_with_transformers_ways(folder: Path) -> None:
-    """`from_config` gives the values that it has without ZeRO, inside `init_model` too, `from_pretrained` those stored.
+    """In `init_model`, `from_config` gives its values without ZeRO, and `from_pretrained` the stored ones.
 
-    What is drawn afterwards is the same as well.
+    Later random draws are the same too.
     """
     place = stored(gpt2, folder / "gpt2")
     reference = build(gpt2)
@@ -226,7 +226,7 @@ def test_init_model_with_transformers_ways(folder: Path) -> None:
 
 @in_processes(2)
 def test_new_weights(folder: Path) -> None:
-    """A head that a file does not have, and `from_config`, get values of the usual size, inside `init_model` too."""
+    """A head that the file lacks, and `from_config`, get values of the usual size, also in `init_model`."""
     place = stored(gpt2, folder / "gpt2")
     read = dict(build(gpt2).named_parameters())
     with running("zero3") as accelerator:
@@ -242,7 +242,7 @@ def test_new_weights(folder: Path) -> None:
 
 @in_processes(2)
 def test_releases_that_load_other_weights(folder: Path) -> None:
-    """transformers 5.0 to 5.2 are warned of where a run may load a model with them: at stage 3, once."""
+    """transformers 5.0 to 5.2 get one warning at stage 3, where a run may load a model with them."""
     for release, path, times in (("5.2.0", "zero3", 1), ("5.3.0", "zero3", 0), ("5.2.0", "zero2", 0)):
 
         def found(package: str, release: str = release) -> str:
@@ -256,7 +256,7 @@ def test_releases_that_load_other_weights(folder: Path) -> None:
 
 @in_processes(2)
 def test_mixed(folder: Path) -> None:
-    """What is added to a partitioned model afterwards is partitioned by prepare, and trains."""
+    """Modules added to a partitioned model later are partitioned by prepare, and train."""
     with running("zero3") as accelerator:
         with accelerator.init_model():
             model = build(gpt2)
@@ -269,7 +269,7 @@ def test_mixed(folder: Path) -> None:
 
 @in_processes(2)
 def test_init_flag(folder: Path) -> None:
-    """`zero3_init_flag: false` leaves from_pretrained alone; prepare partitions, and it trains."""
+    """With `zero3_init_flag: false`, from_pretrained does not partition. prepare partitions, and the model trains."""
     place = stored(gpt2, folder / "gpt2")
     with running("zero3", deepspeed={"zero3_init_flag": False}) as accelerator:
         model = GPT2LMHeadModel.from_pretrained(place)
@@ -280,7 +280,7 @@ def test_init_flag(folder: Path) -> None:
 
 @in_processes(2)
 def test_resized_embeddings(folder: Path) -> None:
-    """Embeddings resized before prepare are gathered for it, tied again, trained and saved whole."""
+    """Embeddings resized before prepare are gathered for it, tied again, trained, and saved unpartitioned."""
     place = stored(gpt2, folder / "gpt2")
     with running("zero3") as accelerator:
         model = GPT2LMHeadModel.from_pretrained(place)
@@ -298,7 +298,7 @@ def test_resized_embeddings(folder: Path) -> None:
 
 @in_processes(2)
 def test_offloaded_parameters(folder: Path) -> None:
-    """from_pretrained fills partitions in host memory as it fills those on the device."""
+    """from_pretrained fills partitions in CPU memory like those on the device."""
     place = stored(gpt2, folder / "gpt2")
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     with running("zero3", deepspeed={"zero_optimization": zero}) as accelerator:
@@ -311,9 +311,9 @@ def test_offloaded_parameters(folder: Path) -> None:
 
 @in_processes(2)
 def test_the_groups_of_the_trainer_pass(folder: Path) -> None:
-    """The guard of groups by shape accepts what the `Trainer` of transformers makes, with LoRA too.
+    """The guard of groups by shape accepts the groups of transformers' `Trainer`, with LoRA too.
 
-    A Llama has no trained vector without decay besides its norms, so with LoRA one group of the Trainer is empty.
+    A Llama has no trained vector without decay except its norms, so with LoRA one group of the Trainer is empty.
     """
     with running("zero3") as accelerator:
         for adapts in (False, True):

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers whose processes call different experts train as in plain torch on every path."""
+"""Mixture-of-experts layers whose processes use different experts train as in plain torch on every path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Routed(nn.Module):
-    """Each row goes to one expert: process 0's rows to the first, process 1's to the others in turn."""
+    """A layer that routes process 0's rows to the first expert, and process 1's to the others in turn."""
 
     names = ("gate", "experts")
 
@@ -34,13 +34,13 @@ class Routed(nn.Module):
 
 
 class Spread(Routed):
-    """The same, not to be recognised."""
+    """The same layer with names that detection does not recognise."""
 
     names = ("mix", "parts")
 
 
 class Net(nn.Module):
-    """Two such layers; the first's input needs no gradient."""
+    """A model with two such layers. The first one's input needs no gradient."""
 
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _check(path: str, layer: type[nn.Module], **deepspeed: Any) -> None:
             wanted = _loss(reference, step, slice(0, 8))
             wanted.backward()
             for p in reference.parameters():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # nobody called it: see reach_every_expert
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # no process used it: see reach_every_expert
             plain.step()
             plain.zero_grad()
             loss = _loss(model, step, slice(4 * rank, 4 * rank + 4))
@@ -88,11 +88,11 @@ def _check(path: str, layer: type[nn.Module], **deepspeed: Any) -> None:
 
 @on_paths(*PAIR, daily=("ddp", "zero3"))
 def test_found_by_structure(path: str) -> None:
-    """Experts that only some processes call are gathered and reduced by all."""
+    """Experts that only some processes use are gathered and reduced by all."""
     _check(path, Routed)
 
 
 @on_paths("zero1", "zero2", "zero3", daily="zero2")
 def test_named_in_the_configuration(path: str) -> None:
-    """A layer whose names say nothing is cared for when `deepspeed_moe_layer_cls_names` names its class."""
+    """A layer with unrecognised names is handled if `deepspeed_moe_layer_cls_names` names its class."""
     _check(path, Spread, deepspeed_moe_layer_cls_names="Other,Spread")

@@ -1,4 +1,4 @@
-"""What is saved of transformers and PEFT models loads with their own `from_pretrained`, from every path."""
+"""Saved transformers and PEFT models load with their own `from_pretrained`, from every path."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _trained(accelerator: Any, model: Any) -> tuple[Any, dict[str, Tensor] | Non
 
 
 def _save_both(accelerator: Any, model: Any, state: dict[str, Tensor] | None, folder: Path) -> None:
-    """By `save_model`, and by PEFT's own function as Accelerate's users call it."""
+    """Save by `save_model`, and by PEFT's own function like Accelerate's users."""
     accelerator.save_model(model, folder / "saved")
     accelerator.unwrap_model(model).save_pretrained(
         folder / "called", is_main_process=accelerator.is_main_process, state_dict=state
@@ -57,14 +57,14 @@ def _assert_adapters(place: Path, folder: Path, state: dict[str, Tensor]) -> Non
 
 @on_rows(("name",), [row(path, 2, name, daily=daily) for path, name, daily in FOLDERS])
 def test_folders(path: str, name: str, folder: Path) -> None:
-    """`save_model`, and `save_pretrained` as Accelerate's users call it, write a folder that loads whole, at any stage.
+    """`save_model`, and `save_pretrained` as Accelerate's users call it, write a complete folder at any stage.
 
-    Tied weights are stored once. So it is of models whose files name weights otherwise (stacked experts).
+    Tied weights are stored once. Models whose files use other names (stacked experts) load too.
     """
     make = MODELS[name]
     with running(path) as accelerator:
         model, state = _trained(accelerator, build(make))
-        given = state and dict(state)  # save_pretrained() takes tied weights out of it
+        given = state and dict(state)  # save_pretrained() removes tied weights from it
         accelerator.save_model(model, folder / "saved")
         accelerator.save_model(model, folder / "halved", dtype="bf16")
         accelerator.unwrap_model(model).save_pretrained(
@@ -79,7 +79,7 @@ def test_folders(path: str, name: str, folder: Path) -> None:
         loaded, report = type(build(make)).from_pretrained(folder / written, output_loading_info=True)
         assert not any(report.values()), report
         assert same(loaded.state_dict(), state), written
-        if make is not mixtral:  # whose file has each expert by itself
+        if make is not mixtral:  # whose file has each expert separately
             kept = {tensor.data_ptr() for tensor in loaded.state_dict().values()}
             assert len(load_file(folder / written / "model.safetensors")) == len(kept)
     loaded = type(build(make)).from_pretrained(folder / "halved", dtype="auto")
@@ -89,9 +89,9 @@ def test_folders(path: str, name: str, folder: Path) -> None:
 
 @in_processes(2)
 def test_save_pretrained_alone(folder: Path) -> None:
-    """Where nobody has the weights, save_pretrained says so on the main process and writes nothing on the others.
+    """Without weights, save_pretrained raises on the main process and writes nothing on the others.
 
-    Inside `whole_weights` it writes them, as a script does whose weights are those of an average (EMA) for a while.
+    Inside `whole_weights` it writes them, like a script whose weights are an average (EMA) for a while.
     """
     with running("zero3") as accelerator:
         model, state = _trained(accelerator, build(gpt2))
@@ -115,7 +115,7 @@ def test_save_pretrained_alone(folder: Path) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_adapters(path: str, folder: Path) -> None:
-    """Only the adapters are gathered and written, in PEFT's layout; PeftModel.from_pretrained reads them back."""
+    """Only the adapters are gathered and written, in PEFT's layout. PeftModel.from_pretrained reads them."""
     place = stored(gpt2, folder / "gpt2")
     with running(path) as accelerator:
         model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), LORA))
@@ -132,7 +132,7 @@ def test_adapters(path: str, folder: Path) -> None:
 
 @in_processes(2)
 def test_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
-    """At stage 3 `get_state_dict` and `save_model` gather the adapters alone: the base may be larger than memory."""
+    """At stage 3 `get_state_dict` and `save_model` gather only adapters, so the base may be larger than memory."""
     gathered: list[str] = []
     elements: list[int] = []
     gather = zero.GatheredParameters.__init__
@@ -160,7 +160,7 @@ def test_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_modules_saved_beside_adapters(path: str, folder: Path) -> None:
-    """PEFT's `modules_to_save`, e.g. an embedding, come out with the adapters.
+    """PEFT's `modules_to_save`, e.g. an embedding, are saved with the adapters.
 
     `save_model` writes them, and so does `save_pretrained` as Accelerate's users call it.
     """
@@ -176,7 +176,7 @@ def test_modules_saved_beside_adapters(path: str, folder: Path) -> None:
 
 @in_processes(2)
 def test_added_adapter(folder: Path) -> None:
-    """An adapter that transformers added itself is saved as an adapter, in PEFT's layout too."""
+    """An adapter that transformers added is saved as an adapter, in PEFT's layout too."""
     place = stored(gpt2, folder / "gpt2")
     with running("zero3") as accelerator:
         model = GPT2LMHeadModel.from_pretrained(place)
@@ -192,7 +192,7 @@ def test_added_adapter(folder: Path) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily="zero3")
 def test_adapters_in_hooks(path: str, folder: Path) -> None:
-    """As diffusers' LoRA scripts write it: hooks store the adapters alone, and load them with PEFT's own function."""
+    """Hooks as in diffusers' LoRA scripts store only the adapters, and load them with PEFT's own function."""
 
     def save(models: list[Any], states: list[dict[str, Tensor]], output: str) -> None:
         if states[0]:
@@ -220,7 +220,7 @@ def test_adapters_in_hooks(path: str, folder: Path) -> None:
 
 @in_processes(2)
 def test_prompts_are_refused(folder: Path) -> None:
-    """PEFT reads trained prompts past the state dict: at stage 3 it would store nothing, so prepare names it."""
+    """prepare refuses trained prompts at stage 3, because PEFT bypasses the state dict and would store nothing."""
     model = get_peft_model(build(gpt2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with running("zero3") as accelerator:
         raised(StrategyError, "PROMPT_TUNING", "stage 2", by=lambda: accelerator.prepare(model, sgd(model)))

@@ -1,4 +1,4 @@
-"""transformers models of every kind train as in plain torch on every path; generating; a pretrained MiniLM, tuned."""
+"""All kinds of transformers models train as in plain torch on every path, generate, and fine-tune a MiniLM."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SENTENCES = [
 @on_paths(*PATHS, daily=("ddp", "zero3"))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_in_plain_torch(path: str, name: str) -> None:
-    """Losses and weights with tied and with shared embeddings, a head with a bias, and routed experts."""
+    """Losses and weights agree for tied and shared embeddings, a head with a bias, and routed experts."""
     with running(path) as accelerator:
         assert_trains_alike(accelerator, build(MODELS[name]), build(MODELS[name]))
 
@@ -55,7 +55,7 @@ def test_a_model_trains_as_in_plain_torch(path: str, name: str) -> None:
 @on_paths("zero2", "zero3", "ddp", daily="zero3")
 @pytest.mark.parametrize("reentrant", [0, 1])
 def test_gradient_checkpointing(path: str, reentrant: int) -> None:
-    """Both kinds of activation checkpointing train alike, also where parameters are gathered again."""
+    """Both kinds of activation checkpointing train alike, also with parameters that are gathered again."""
     model, reference = build(gpt2), build(gpt2)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": bool(reentrant)})
     with running(path) as accelerator:
@@ -66,7 +66,7 @@ def test_gradient_checkpointing(path: str, reentrant: int) -> None:
 @in_processes(2)
 @pytest.mark.parametrize("flag", [1, pytest.param(0, marks=pytest.mark.campaign)])
 def test_generate(flag: int, folder: Path) -> None:
-    """Processes that generate different lengths stop together, whether or not transformers knows of the partitions."""
+    """Processes that generate different lengths stop together, whether or not transformers detects the partitions."""
     place = stored(gpt2, folder / "gpt2")
     ids = torch.tensor([[5 + dist.get_rank(), 7, 9]])
     options = {
@@ -83,7 +83,7 @@ def test_generate(flag: int, folder: Path) -> None:
 
 @in_processes(2)
 def test_batches_of_a_collator(folder: Path) -> None:
-    """A prepared loader's BatchEncoding stays one, with this process' rows, and feeds the model by name."""
+    """A prepared loader's BatchEncoding keeps its type, has this process's rows, and feeds the model by name."""
     tokenizer = AutoTokenizer.from_pretrained(MINILM)
     loader = DataLoader(SENTENCES, batch_size=2, collate_fn=lambda texts: _tokens(tokenizer, texts))
     with running("zero3") as accelerator:
@@ -99,7 +99,7 @@ def test_batches_of_a_collator(folder: Path) -> None:
 
 @on_paths(*PATHS, daily=("ddp", "zero3"))
 def test_frozen_base(path: str, folder: Path) -> None:
-    """LoRA trains as in plain torch; the frozen base stays out of the optimizer, and as it was."""
+    """LoRA trains as in plain torch. The frozen base stays unchanged and outside the optimizer."""
     place = stored(gpt2, folder / "gpt2")
 
     def adapted() -> Any:
@@ -124,7 +124,7 @@ def test_frozen_base(path: str, folder: Path) -> None:
 @pytest.mark.campaign
 @in_processes(2)
 def test_minilm(folder: Path) -> None:
-    """A real pretrained model, tuned and saved at stage 3, reloads to the embeddings of plain torch on one process."""
+    """A pretrained model, fine-tuned and saved at stage 3, reloads to plain torch's embeddings on one process."""
     tokenizer = AutoTokenizer.from_pretrained(MINILM)
     options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     tokens = _tokens(tokenizer, SENTENCES)
@@ -170,7 +170,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncodi
 
 
 def _embed(model: Any, tokens: Any) -> Tensor:
-    """Sentence embeddings as the model's card computes them: mean over the tokens, normalised."""
+    """Compute sentence embeddings as on the model's card: mean over the tokens, normalised."""
     states = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"].unsqueeze(-1)
     return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)

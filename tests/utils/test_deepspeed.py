@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that is in use, as scripts ask for it."""
+"""The active DeepSpeed configuration, as scripts query it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_plugin.utils.deepspeed import get_active_deepspeed_plugin
 
 
 def test_the_active_plugin() -> None:
-    """It is the state's; without DeepSpeed there is none."""
+    """The active plugin is the state's. Without DeepSpeed none is active."""
     plugin = object()
     assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=plugin)) is plugin
     with pytest.raises(ValueError, match="does not use DeepSpeed"):

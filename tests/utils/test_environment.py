@@ -1,4 +1,4 @@
-"""Environment variables are set, put back and read as scripts expect."""
+"""Environment variables are set, restored and read as scripts expect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero_plugin.utils.environment import (
 
 @pytest.mark.parametrize("word", ["y", "Yes", "t", "TRUE", "on", "1"])
 def test_words_for_true(word: str) -> None:
-    """A true word is 1, or True where a boolean is asked for."""
+    """A true word is 1, or True if a boolean is requested."""
     assert str_to_bool(word) == 1
     assert type(str_to_bool(word)) is int
     assert str_to_bool(word, to_bool=True) is True
@@ -35,19 +35,19 @@ def test_words_for_true(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["n", "No", "f", "FALSE", "off", "0"])
 def test_words_for_false(word: str) -> None:
-    """A false word is 0, or False where a boolean is asked for."""
+    """A false word is 0, or False if a boolean is requested."""
     assert str_to_bool(word) == 0
     assert str_to_bool(word, to_bool=True) is False
 
 
 def test_another_word_is_an_error() -> None:
-    """Nothing is taken for a truth value by chance."""
+    """Any other word is an error."""
     with pytest.raises(ValueError, match="invalid truth value 'maybe'"):
         str_to_bool("maybe")
 
 
 def test_reading_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first variable that says something counts; the default where none does."""
+    """The first variable that is set counts, otherwise the default."""
     monkeypatch.setenv("SECOND", "3")
     monkeypatch.setenv("NEGATIVE", "-2")
     monkeypatch.setenv("FLAG", "yes")
@@ -61,7 +61,7 @@ def test_reading_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patched_variables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside they are set, in capitals and as text; afterwards everything is as it was, after an error too."""
+    """Inside, variables are set, in capitals and as text. Afterwards all are restored, after an error too."""
     monkeypatch.setenv("OLD", "before")
     monkeypatch.delenv("NEW", raising=False)
     with patch_environment(old=1, NEW=True):
@@ -73,7 +73,7 @@ def test_patched_variables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cleared_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside there is nothing; what is set there is gone afterwards."""
+    """Inside, the environment is empty. Variables set there are gone afterwards."""
     monkeypatch.setenv("OLD", "before")
     before = dict(os.environ)
     with clear_environment():
@@ -83,12 +83,12 @@ def test_a_cleared_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_loaded_modules() -> None:
-    """Only modules that are loaded are named."""
+    """Only loaded modules are listed."""
     assert are_libraries_initialized("os", "no_such_module") == ["os"]
 
 
 def test_a_launcher_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's and MPI's variables say which process this is; without them there is one."""
+    """torchrun's and MPI's variables give this process's place. Without them one process exists."""
     with clear_environment():
         assert get_cpu_distributed_information() == CPUInformation(0, 1, 0, 1)
         os.environ.update(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4", LOCAL_RANK="1", MPI_LOCALNRANKS="2")
@@ -97,7 +97,7 @@ def test_a_launcher_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name, which says whatever is written into its folder."""
+    """Create a fake `nvidia-smi` that prints the content of files in its folder."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\ncat "{tmp_path}/${{1#--query-gpu=}}"\n')
     program.chmod(0o755)
@@ -115,7 +115,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_gpus_that_cannot_talk_directly(nvidia_smi: Path, names: list[str], driver: str, supported: bool) -> None:
-    """Several RTX 40 need a new driver; one alone, and other GPUs, do not."""
+    """Several RTX 40 need a new driver. One alone, and other GPUs, do not."""
     (nvidia_smi / "name").write_text("\n".join(names) + "\n")
     (nvidia_smi / "driver_version").write_text(f"{driver}\n" * len(names))
     assert get_gpu_info() == (names, len(names))
@@ -130,7 +130,7 @@ def test_no_gpus_have_nothing_to_avoid(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_cores_of_a_list() -> None:
-    """The kernel's format, with ranges and single cores."""
+    """The kernel's format with ranges and single cores is parsed."""
     assert parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
     assert parse_cores("\n") == set()
 
@@ -166,7 +166,7 @@ class _Noted:
 
 
 def test_variables_are_as_before_a_decorated_function_or_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's variables are: new ones go, changed and removed ones return, also after an error."""
+    """Accelerate's variables are restored: new ones removed, changed and removed ones reset, also after an error."""
     before = {"ACCELERATE_OLD": "old", "ACCELERATE_GONE": "gone"}
 
     def left() -> dict[str, str]:

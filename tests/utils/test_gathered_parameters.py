@@ -1,4 +1,4 @@
-"""Parameters that ZeRO-3 has partitioned are whole inside `GatheredParameters`."""
+"""Parameters partitioned by ZeRO-3 are unpartitioned inside `GatheredParameters`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin.utils import GatheredParameters, extract_model_from_parallel
 
 @on_paths("zero3")
 def test_partitioned_parameters(path: str, rank: int) -> None:
-    """Inside they are whole; one process' change reaches all; outside, and where it is not enabled, they are not."""
+    """Inside they are unpartitioned, and one process's change reaches all. Outside, or if disabled, they are not."""
     with running(path) as accelerator:
         plain = nn.Linear(4, 4)
         model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))

@@ -1,4 +1,4 @@
-"""Questions for packages and devices are answered by what is installed."""
+"""Availability of packages and devices follows from what is installed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zero_plugin.utils import imports
 
 @pytest.fixture(autouse=True)
 def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests set for Accelerate is left out."""
+    """Remove Accelerate's variables that other tests set."""
     monkeypatch.delenv("USE_TORCH_XLA")
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Install a package, without code, of a name and version."""
+    """Install a package without code, with a name and version."""
     monkeypatch.syspath_prepend(tmp_path)
     installed_version.cache_clear()
 
@@ -35,7 +35,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", sorted(imports.PACKAGES))
 def test_every_package_is_answered_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question is True when the package is there in a new enough version, else False."""
+    """Each query is True if the package exists in a new enough version, otherwise False."""
 
     def nothing(asked: str) -> str:
         raise importlib.metadata.PackageNotFoundError(asked)
@@ -48,7 +48,7 @@ def test_every_package_is_answered_for(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_versions_count(installed) -> None:
-    """A package that is too old, or too new, is not there; a release candidate of a good version is."""
+    """A package that is too old or too new is unavailable. A release candidate of a good version is available."""
     installed("aim", "4.0.0")
     installed("torchao", "0.7.0rc1")
     assert imports.is_aim_available() is False
@@ -59,21 +59,21 @@ def test_versions_count(installed) -> None:
 
 
 def test_any_of_several_packages(installed) -> None:
-    """mlflow's small distribution is mlflow too."""
+    """mlflow's small distribution counts as mlflow."""
     installed("mlflow-skinny", "2.0")
     assert imports.is_mlflow_available() is True
 
 
 @pytest.mark.parametrize("name", sorted(set(imports.DEVICES) - {"xpu"}))
 def test_devices_without_their_plugin(name: str) -> None:
-    """A device that nothing adds to torch is not there, whatever is asked."""
+    """A device that no plugin adds to torch is unavailable, whatever the query."""
     ask = getattr(imports, f"is_{name}_available")
     assert ask() is False
     assert ask(check_device=True) is False
 
 
 def test_this_machine() -> None:
-    """CUDA is there where torch says so, and every machine that the package trains on computes in 16 bits."""
+    """CUDA is available if torch says so. Every supported machine computes in 16 bits."""
     assert imports.is_cuda_available() is torch.cuda.is_available()
     assert imports.is_xpu_available() is torch.xpu.is_available()
     assert imports.is_rocm_available() is (torch.version.hip is not None and torch.cuda.is_available())
@@ -88,7 +88,7 @@ def test_this_machine() -> None:
 
 
 def test_torch_xla_can_be_hidden(monkeypatch: pytest.MonkeyPatch, installed) -> None:
-    """`USE_TORCH_XLA=0` runs plain torch where torch_xla is installed."""
+    """`USE_TORCH_XLA=0` runs plain torch although torch_xla is installed."""
     installed("torch-xla", "2.9")
     assert imports.is_torch_xla_available()
     monkeypatch.setenv("USE_TORCH_XLA", "0")
@@ -96,7 +96,7 @@ def test_torch_xla_can_be_hidden(monkeypatch: pytest.MonkeyPatch, installed) -> 
 
 
 def test_torch_xla_for_another_torch(installed) -> None:
-    """It is there and runs on nothing, which is an answer and no undefined symbol of its library."""
+    """A torch_xla for another torch is installed but runs on nothing: an answer, not an undefined-symbol error."""
     installed("torch-xla", "2.5.0")
     assert imports.is_torch_xla_available()
     assert imports.is_torch_xla_available(check_is_tpu=True) is False
@@ -104,7 +104,7 @@ def test_torch_xla_for_another_torch(installed) -> None:
 
 
 def test_rich_is_wanted_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich is always installed; a script uses it where the user asks for it."""
+    """rich is always installed. A script uses it if the user's variable requests it."""
     monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
     assert imports.is_rich_available() is False
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "yes")

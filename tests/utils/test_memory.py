@@ -1,4 +1,4 @@
-"""A batch size that fits is found, and other errors pass."""
+"""The search for a batch size that fits stops at the first fit, and other errors are raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def test_nine_tenths_until_it_fits(caplog: pytest.LogCaptureFixture) -> None:
-    """The batch shrinks by a tenth at each failure, which is logged; arguments and result pass through."""
+    """The batch shrinks by a tenth at each failure, which is logged. Arguments and result are passed through."""
     tried = []
 
     @find_executable_batch_size(starting_batch_size=16)
@@ -35,7 +35,7 @@ def test_nine_tenths_until_it_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_users_own_reduction() -> None:
-    """A function without arguments gives each next batch size; the decorator can be called directly."""
+    """A function without arguments gives each next batch size. The decorator can be called directly."""
     sizes = iter([7, 3])
     tried = []
 
@@ -50,7 +50,7 @@ def test_the_users_own_reduction() -> None:
 
 
 def test_what_a_failed_attempt_held_is_free_at_the_next() -> None:
-    """The traceback of the failure, and with it the tensors of its frames, are gone."""
+    """The failure's traceback, and the tensors of its frames, are freed before the next attempt."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     @find_executable_batch_size(starting_batch_size=4)
@@ -66,7 +66,7 @@ def test_what_a_failed_attempt_held_is_free_at_the_next() -> None:
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_nothing_fits(start: int) -> None:
-    """At a batch of zero samples it ends."""
+    """The search ends at a batch of zero samples."""
 
     @find_executable_batch_size(starting_batch_size=start)
     def train(batch_size: int) -> None:
@@ -77,7 +77,7 @@ def test_nothing_fits(start: int) -> None:
 
 
 def test_the_batch_size_is_not_the_callers() -> None:
-    """Who passes it is shown the right call."""
+    """A caller that passes the batch size gets the right call in the error."""
 
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int, model: str, steps: int) -> None:
@@ -110,19 +110,19 @@ def test_other_errors_pass() -> None:
     ],
 )
 def test_which_errors_are_about_memory(error: Exception, expected: bool) -> None:
-    """Runtime errors of the device's allocators and of cuDNN are, nothing else."""
+    """Only runtime errors of device allocators and cuDNN are about memory."""
     assert should_reduce_batch_size(error) is expected
 
 
 def test_the_cpus_own_error_is_recognised() -> None:
-    """What torch raises for a tensor that no machine can hold asks for a smaller batch."""
+    """torch's error for a tensor larger than any machine leads to a smaller batch."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert should_reduce_batch_size(caught.value)
 
 
 def test_releasing() -> None:
-    """Objects that nobody else holds are gone, also those in cycles; a None comes back for each."""
+    """Objects without other references are freed, also in cycles. Each returns a None."""
 
     class Cycle:
         def __init__(self) -> None:

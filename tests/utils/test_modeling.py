@@ -43,25 +43,25 @@ class Model(nn.Module):
     ],
 )
 def test_sizes(size: int | str, expected: int) -> None:
-    """Numbers are bytes; units are decimal, and binary with an i. A GPU that takes no part has none."""
+    """Numbers are bytes. Units are decimal, or binary with an i. A GPU that takes no part has no size."""
     assert convert_file_size_to_int(size) == expected
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "5 pounds", "-1GB", -1, "1.2.3GB"])
 def test_what_is_no_size(size: int | str) -> None:
-    """The message shows what would be."""
+    """The message for an invalid size shows a valid one."""
     with pytest.raises(ValueError, match="is no size; write a number of bytes"):
         convert_file_size_to_int(size)
 
 
 def test_bytes_of_an_element() -> None:
-    """As it lies in memory."""
+    """The bytes of an element are those in memory."""
     sizes = [dtype_byte_size(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn)]
     assert sizes == [4, 2, 8, 1]
 
 
 def test_named_tensors() -> None:
-    """Of the module alone or of all inside it, with or without buffers."""
+    """Tensors are listed for the module alone or recursively, with or without buffers."""
     model = Model()
     assert [name for name, _ in named_module_tensors(model)] == ["scale"]
     assert [name for name, _ in named_module_tensors(model.norm, remove_non_persistent=True)] == [
@@ -75,7 +75,7 @@ def test_named_tensors() -> None:
 
 
 def test_another_type_without_values() -> None:
-    """Floating tensors get it, on the meta device too."""
+    """Floating-point tensors get the dtype, on the meta device too."""
     model = Model()
     set_module_tensor_to_device(model, "linear.weight", "meta", dtype="bfloat16")
     set_module_tensor_to_device(model, "norm.num_batches_tracked", "cpu", dtype="bfloat16")
@@ -83,7 +83,7 @@ def test_another_type_without_values() -> None:
 
 
 def test_tied_parameters() -> None:
-    """Every group of names of one parameter."""
+    """Every group of names of one parameter is listed."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     assert find_tied_parameters(model) == []
     model[2].weight = model[0].weight
@@ -92,7 +92,7 @@ def test_tied_parameters() -> None:
 
 
 def test_module_sizes() -> None:
-    """Bytes add up from tensors to the whole model; floating ones can be counted in another type."""
+    """Bytes add up from tensors to the model. Floating-point tensors can be counted in another dtype."""
     sizes = compute_module_sizes(Model())
     assert sizes["linear.weight"] == 48
     assert sizes["linear"] == 64
@@ -105,7 +105,7 @@ def test_module_sizes() -> None:
 
 
 def test_placing_a_tensor() -> None:
-    """A parameter or buffer, deep inside, gets a device and values, and stays what it is."""
+    """A nested parameter or buffer gets a device and values, and keeps its type."""
     model = Model().to("meta")
     model.scale.requires_grad_(False)
     set_module_tensor_to_device(model, "linear.weight", "cpu", value=torch.ones(4, 3, dtype=torch.float64))
@@ -137,7 +137,7 @@ def test_what_cannot_be_placed(name: str, value: torch.Tensor | None, message: s
 
 
 def test_device_maps() -> None:
-    """Every tensor needs a place, its own or a module's; a name of no module is a warning."""
+    """Every tensor needs a place, its own or a module's. A name without a module is a warning."""
     model = Model()
     check_device_map(model, {"": 0})
     check_device_map(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}), {"a": 0, "b": "cpu"})
@@ -146,14 +146,14 @@ def test_device_maps() -> None:
 
 
 def test_storages() -> None:
-    """Tensors that share memory have one; others do not."""
+    """Tensors that share memory have one storage id. Others have different ids."""
     whole = torch.ones(4)
     assert id_tensor_storage(whole[:2]) == id_tensor_storage(whole[2:])
     assert id_tensor_storage(whole) != id_tensor_storage(torch.ones(4))
 
 
 def test_peft_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with PEFT's adapters is one, inside DataParallel too."""
+    """A model with PEFT's adapters is a PEFT model, inside DataParallel too."""
     plain = nn.Sequential(nn.Linear(2, 2))
     assert not is_peft_model(plain)
     peft = pytest.importorskip("peft")

@@ -1,4 +1,4 @@
-"""What scripts call on the tensors of all processes, in one process and in two."""
+"""Functions for scripts on the tensors of all processes, on one process and on two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pair = namedtuple("Pair", "left right")
 
 @in_processes(2)
 def test_collecting(rank: int, world: int) -> None:
-    """Tensors and objects are collected, reduced and padded over the processes."""
+    """Tensors and objects are gathered, reduced and padded over the processes."""
     own = torch.arange(2.0) + 2 * rank
     tree = {"a": own, "b": Pair(torch.full((rank + 1,), rank), [torch.ones(1, 2).t()])}
     got = gather(tree)
@@ -75,20 +75,20 @@ def test_disagreements(rank: int, world: int) -> None:
 
 
 def test_one_process() -> None:
-    """Everything means in one process what it means in several."""
+    """Every function has the same meaning on one process as on several."""
     test_collecting.body(0, 1)
     test_broadcasting.body(0, 1)
 
 
 def test_one_process_gets_its_own_back() -> None:
-    """With nobody to gather from, whatever is given comes back, with its gradient."""
+    """On one process the given value is returned, with its gradient."""
     loss = torch.ones(1, requires_grad=True).sum()
     assert gather(loss) is loss
     assert gather_object({"a": 1}) == {"a": 1}
 
 
 def test_nested_tensors_are_not_padded() -> None:
-    """A nested tensor comes back as it is, with a warning; one without the dimension as it is."""
+    """A nested tensor is returned unchanged with a warning. A tensor without the dimension is returned unchanged."""
     nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
     with pytest.warns(CannotPadNestedTensorWarning):
         assert pad_across_processes(nested) is nested

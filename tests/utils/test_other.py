@@ -1,4 +1,4 @@
-"""Small questions, saving and loading, as scripts ask for them."""
+"""Small helpers, saving and loading, as scripts call them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("ends_processes")
 
 @pytest.mark.parametrize("on_each_node", [False, True])
 def test_saving_and_loading(tmp_path: Path, on_each_node: bool) -> None:
-    """What is saved comes back without running pickled code: tensors, and random states of Python, NumPy and torch."""
+    """Tensors and random states of Python, NumPy and torch load again without running pickled code."""
     state = {
         "weights": nn.Linear(2, 2).state_dict(),
         "python": random.getstate(),
@@ -52,7 +52,7 @@ def test_saving_and_loading(tmp_path: Path, on_each_node: bool) -> None:
 
 
 def test_loading_runs_no_code(tmp_path: Path) -> None:
-    """An object of any class is refused, unless pickled code is asked for."""
+    """An object of any class is refused, unless pickled code is allowed."""
     save({"size": namedtuple}, tmp_path / "state.bin")
     with pytest.raises(pickle.UnpicklingError, match="Unsupported"):
         load(tmp_path / "state.bin")
@@ -68,27 +68,27 @@ def test_saving_as_safetensors(tmp_path: Path) -> None:
 
 
 def test_unwrapping() -> None:
-    """The model is inside DataParallel."""
+    """The model inside DataParallel is returned."""
     model = nn.Linear(1, 1)
     assert extract_model_from_parallel(nn.DataParallel(model)) is model
 
 
 def test_merging_dicts() -> None:
-    """The source's values win, inner dicts are joined, and the destination is what comes back."""
+    """The source's values win, inner dicts are merged, and the destination is returned."""
     destination = {"a": {"b": 1, "c": 2}, "d": 3}
     assert merge_dicts({"a": {"c": 4, "e": {"f": 5}}, "d": 6}, destination) is destination
     assert destination == {"a": {"b": 1, "c": 4, "e": {"f": 5}}, "d": 6}
 
 
 def test_attributes_by_dotted_name() -> None:
-    """Names are followed one after another."""
+    """A dotted name is followed attribute by attribute."""
     assert recursive_getattr(platform, "uname.__name__") == "uname"
     with pytest.raises(AttributeError, match="nothing"):
         recursive_getattr(platform, "uname.nothing")
 
 
 def test_pretty_names() -> None:
-    """Functions and classes have their own name, objects their class'."""
+    """Functions and classes have their own name, objects that of their class."""
     assert get_pretty_name(nn.Linear) == "Linear"
     assert get_pretty_name(nn.Linear.forward) == "Linear.forward"
     assert get_pretty_name(nn.Linear(1, 1)) == "Linear"
@@ -96,7 +96,7 @@ def test_pretty_names() -> None:
 
 
 def test_ports() -> None:
-    """A port is in use while somebody listens."""
+    """A port is in use while a socket listens on it."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
         assert is_port_in_use(port)

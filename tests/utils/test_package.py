@@ -1,4 +1,4 @@
-"""`zero_plugin.utils` has Accelerate's names, and loads each when it is used."""
+"""`zero_plugin.utils` has Accelerate's names, and loads each on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_plugin.utils.lazy import LEFT_OUT
 
 
 def names_of(module: Any) -> set[str]:
-    """What a module has for scripts: what it defines, and what it imports `as` the same name; no underscores."""
+    """Return a module's names for scripts: definitions, and imports `as` the same name, without underscores."""
     names: set[str] = set()
     for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
         match node:
@@ -32,7 +32,7 @@ def names_of(module: Any) -> set[str]:
 
 @pytest.mark.parametrize("module", utils._NAMES)
 def test_a_module_offers_at_the_top_what_it_offers_itself(module: str) -> None:
-    """The table of names and what each module has agree, and both give the same object."""
+    """The table of names agrees with each module's names, and both give the same object."""
     names = set(utils._NAMES[module].split())
     home = importlib.import_module(f"zero_plugin.utils.{module}")
     assert names == names_of(home)
@@ -42,7 +42,7 @@ def test_a_module_offers_at_the_top_what_it_offers_itself(module: str) -> None:
 
 
 def test_importing_is_lazy() -> None:
-    """Neither the package, nor a question to the environment or for a package, loads torch."""
+    """Neither the package, nor a query of the environment or of a package, loads torch."""
     code = """
 import sys
 from zero_plugin.utils import is_torch_version, is_wandb_available, patch_environment, str_to_bool, tqdm
@@ -54,14 +54,14 @@ print([m for m in ("torch", "deepspeed", "numpy") if m in sys.modules])
 
 
 def test_the_function_that_is_called_like_its_module() -> None:
-    """`tqdm` stays the function, whatever is imported in whatever order."""
+    """`tqdm` stays the function, in every order of imports."""
     code = "from zero_plugin.utils.tqdm import tqdm as a; from zero_plugin.utils import tqdm as b; assert a is b"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.parametrize("module", ["zero_plugin", "zero_plugin.utils", "zero_plugin.utils.dataclasses"])
 def test_what_is_left_out_says_why_when_it_is_used(module: str) -> None:
-    """A script may import what is Accelerate's alone, and ask whether something is one; using it shows a sentence."""
+    """A name of Accelerate alone can be imported and used in isinstance. Any other use raises an explanation."""
     absent: Any = importlib.import_module(module).FullyShardedDataParallelPlugin
     assert absent is utils.FullyShardedDataParallelPlugin
     assert not isinstance(Accelerator, absent)
@@ -73,7 +73,7 @@ def test_what_is_left_out_says_why_when_it_is_used(module: str) -> None:
 
 
 def test_what_refuses_does_so_when_it_is_called() -> None:
-    """Each name of Accelerate's modules that is left out here is imported from the same module; a call is an error."""
+    """Each missing name of Accelerate's modules is importable from the same module, and a call is an error."""
     pytest.importorskip("accelerate")
     tried = set()
     for module in ("tracking", *(f"utils.{name}" for name in (*utils._NAMES, "dataclasses"))):
@@ -86,14 +86,14 @@ def test_what_refuses_does_so_when_it_is_called() -> None:
 
 
 def test_nothing_that_is_here_is_left_out() -> None:
-    """No name is both here and among those with a reason for being absent."""
+    """No name is both present and listed as missing."""
     here = {*utils.__all__, *(f"is_{name}_available" for name in (*PACKAGES, *DEVICES))}
     assert here.isdisjoint(LEFT_OUT)
 
 
 @pytest.mark.parametrize("name", ["gatther", "is_nonsense_available"])
 def test_a_name_that_nobody_has(name: str) -> None:
-    """A mistyped name is an AttributeError, as for every module."""
+    """A mistyped name is an AttributeError, as in every module."""
     assert not hasattr(utils, name)
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
         getattr(utils, name)

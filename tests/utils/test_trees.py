@@ -1,4 +1,4 @@
-"""Containers of tensors keep their kind, and leaves that do not fit are named."""
+"""Containers of tensors keep their types, and leaves that do not fit are named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ META = torch.device("meta")
 
 
 def test_kinds_of_leaves() -> None:
-    """A tensor, its description and a named tuple are told from everything else."""
+    """A tensor, its description and a named tuple are distinguished from all other values."""
     assert is_torch_tensor(torch.ones(1))
     assert not is_torch_tensor([1])
     assert is_tensor_information(TensorInformation(torch.Size([1]), torch.int8))
@@ -47,7 +47,7 @@ def test_kinds_of_leaves() -> None:
 
 
 def test_honor_type() -> None:
-    """A list, tuple or named tuple is made anew from items."""
+    """A list, tuple or named tuple is rebuilt from items."""
     for made in ([1, 2], (1, 2), Point(1, 2)):
         again = honor_type(made, iter([1, 2]))
         assert again == made
@@ -55,7 +55,7 @@ def test_honor_type() -> None:
 
 
 def test_recursively_apply_keeps_containers_and_other_leaves() -> None:
-    """Each tensor is replaced; dict-likes, named tuples and what is no tensor stay what they are."""
+    """Each tensor is replaced. Dict-likes, named tuples and other values keep their types."""
     tree = {
         "a": [torch.ones(1), (2, Point(torch.ones(2), "s"))],
         "b": UserDict(c=torch.ones(1)),
@@ -73,7 +73,7 @@ def test_recursively_apply_keeps_containers_and_other_leaves() -> None:
 
 
 def test_recursively_apply_on_other_leaves() -> None:
-    """`test_type` chooses the leaves; a dataclass is one; one that does not fit can be an error that names it."""
+    """`test_type` chooses the leaves, a dataclass is a leaf, and a leaf that does not fit can raise an error."""
 
     @dataclass
     class Record:
@@ -89,7 +89,7 @@ def test_recursively_apply_on_other_leaves() -> None:
 
 
 def test_send_to_device() -> None:
-    """Tensors and what moves itself go there, in containers that keep their kind; named keys stay."""
+    """Tensors and objects with `to` move, in containers that keep their type. Named keys stay."""
 
     class Movable:
         def to(self, device: object) -> str:  # knows no non_blocking
@@ -108,12 +108,12 @@ def test_send_to_device() -> None:
 
 
 def test_send_to_device_compiles() -> None:
-    """It can stand in a compiled function without a break in the graph."""
+    """send_to_device causes no graph break in a compiled function."""
     assert torch.compile(send_to_device, fullgraph=True, backend="eager")(torch.zeros(1), "cpu").tolist() == [0]
 
 
 def test_structure_and_back() -> None:
-    """A description of every tensor makes tensors of the same shapes and types."""
+    """A description of every tensor makes tensors of the same shapes and dtypes."""
     tree = {"a": torch.ones(2, 3, dtype=torch.int8), "b": [torch.tensor(1.0), "s"]}
     told = get_data_structure(tree)
     assert told["a"] == TensorInformation(torch.Size([2, 3]), torch.int8)
@@ -124,7 +124,7 @@ def test_structure_and_back() -> None:
 
 
 def test_batch_size_is_the_first_tensors() -> None:
-    """The first leaf decides; without a tensor there it is an error, or None where that is asked for."""
+    """The first leaf decides. If it is no tensor, this is an error, or None on request."""
     assert find_batch_size({"a": [(torch.ones(3, 2), torch.ones(5))]}) == 3
     for nothing, error in (([], ValueError), ({"a": {}}, ValueError), ([1], TypeError)):
         with pytest.raises(error, match="batch size"):
@@ -134,20 +134,20 @@ def test_batch_size_is_the_first_tensors() -> None:
 
 
 def test_device_of_the_first_tensor() -> None:
-    """Leaves that are no tensors are passed over."""
+    """Leaves that are no tensors are skipped."""
     assert find_device([1, "a", {"b": torch.ones(1, device="meta")}, torch.ones(1)]) == META
     assert find_device([1, "a"]) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float32])
 def test_listify(dtype: torch.dtype) -> None:
-    """Tensors become numbers, in whatever type."""
+    """Tensors become numbers, in any dtype."""
     tree = {"a": torch.tensor([[1, 2]], dtype=dtype), "b": (torch.tensor(3, dtype=dtype), "s")}
     assert listify(tree) == {"a": [[1, 2]], "b": (3, "s")}
 
 
 def test_slicing_and_joining() -> None:
-    """A container cut in two and joined is the container; what cannot be joined is named."""
+    """A container cut in two and joined is unchanged. Values that cannot be joined are named."""
     whole = {"a": torch.arange(4), "b": Point(torch.arange(8).view(4, 2), [torch.arange(4)])}
     parts = [slice_tensors(whole, slice(0, 3)), slice_tensors(whole, slice(3, 4), 0, 1)]
     assert parts[1]["b"].x.tolist() == [[6, 7]]
@@ -162,7 +162,7 @@ def test_slicing_and_joining() -> None:
 
 
 def test_convert_to_fp32() -> None:
-    """16-bit tensors become fp32, everything else stays."""
+    """16-bit tensors become fp32. All other values stay."""
     tree = OrderedDict(a=torch.ones(1, dtype=torch.float16), b=[torch.ones(1, dtype=torch.bfloat16), 1])
     tree["c"] = torch.ones(1, dtype=torch.int32)
     got = convert_to_fp32(tree)
@@ -174,7 +174,7 @@ def test_convert_to_fp32() -> None:
 
 
 def test_converted_outputs_and_back() -> None:
-    """A decorated forward returns fp32 and is not pickled; taken off, the model is as before."""
+    """A decorated forward returns fp32 and is not pickled. Without the decorator the model is as before."""
     model = nn.Linear(2, 2).to(torch.bfloat16)
     model.forward = convert_outputs_to_fp32(model.forward)
     assert model(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.float32

@@ -26,6 +26,6 @@ def test_an_installed_package_by_name() -> None:
 
 
 def test_another_operation_is_an_error() -> None:
-    """The message names those that there are."""
+    """The message names the legal operations."""
     with pytest.raises(ValueError, match=r"operation='=>'.*'>='"):
         compare_versions("torch", "=>", "1")

@@ -1,4 +1,4 @@
-"""What runs on XLA devices: CASE FOLDER. Each case is a process of its own, and fails by an exception."""
+"""The cases on XLA devices: CASE FOLDER. Each case is a separate process, and fails by an exception."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ XLA = {"distributed_type": "TPU", "scheduler_counts": "steps"}
 
 
 def refuse_differences(ours: Run, theirs: Run, *, bf16: bool = False) -> None:
-    """fp32 within 1e-5 (weights 1e-4), bf16 within 1e-2; learning rates are the same."""
+    """Compare: fp32 within 1e-5 (weights 1e-4), bf16 within 1e-2, learning rates exactly."""
     found = {what: largest_difference(ours, theirs, what) for what in ("losses", "norms", "rates", "weights")}
     print(found, flush=True)
     assert found["losses"] < (1e-2 if bf16 else 1e-5), found
@@ -44,7 +44,7 @@ def refuse_differences(ours: Run, theirs: Run, *, bf16: bool = False) -> None:
 
 
 def count_programs() -> int:
-    """How many XLA has compiled in this process."""
+    """Return how many programs XLA has compiled in this process."""
     import torch_xla.debug.metrics as metrics
 
     compiled = metrics.metric_data("CompileTime")
@@ -52,7 +52,7 @@ def count_programs() -> int:
 
 
 def one_device(folder: Path) -> None:
-    """The whole loop in fp32, without a new program after the first epoch."""
+    """Run the complete loop in fp32 without a new program after the first epoch."""
     accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
     assert accelerator.device.type == "xla"
     assert accelerator.distributed_type is DistributedType.XLA
@@ -75,7 +75,7 @@ def one_device(folder: Path) -> None:
 
 
 def other_lengths(folder: Path) -> None:
-    """Windows and evaluations of other lengths than before compile nothing, nor does a norm that is clipped at last."""
+    """Check that new lengths of windows and evaluations, and the first clipped norm, compile nothing."""
     accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
     model, optimizer, _, loader = accelerator.prepare(*make_parts())
     counts = []
@@ -105,7 +105,7 @@ def other_lengths(folder: Path) -> None:
 
 
 def one_device_in_bf16(folder: Path) -> None:
-    """Forwards under torch's autocast for XLA; weights stay fp32."""
+    """Run forwards under torch's autocast for XLA, with fp32 weights."""
     accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16")
     parts = make_parts()
     types = set()
@@ -118,7 +118,7 @@ def one_device_in_bf16(folder: Path) -> None:
 
 
 def placeholders(folder: Path) -> None:
-    """The sections of the configuration, their open fields filled by the placeholders, are torch's AdamW and a ramp."""
+    """Check that placeholders fill the configuration's open fields, and give torch's AdamW and a ramp."""
     arguments = {"lr": 2e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
     steps, warmup = 3 * math.ceil(SAMPLES / 4 / ACCUMULATION), 3
     ramp = {"warmup_min_lr": 0.0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
@@ -134,7 +134,7 @@ def placeholders(folder: Path) -> None:
 
     model, _, _, loader = make_parts()
     plain = torch.optim.AdamW(model.parameters(), **arguments)
-    # DeepSpeed's schedule stands at its beginning for two steps.
+    # DeepSpeed's scheduler keeps its initial rate for two steps.
     rates = [min(step / warmup, (steps - step) / (steps - warmup)) for step in (0, *range(steps))]
     parts = model, plain, torch.optim.lr_scheduler.LambdaLR(plain, rates.__getitem__), loader
     (theirs,) = by_hand(1, parts=parts)
@@ -144,10 +144,10 @@ def placeholders(folder: Path) -> None:
 
 
 def evaluating_and_saving(folder: Path) -> None:
-    """What a script does beside training: evaluation, files of weights, dropout by a seed, steps that are skipped."""
+    """Run a script's other parts: evaluation, files of weights, seeded dropout, and skipped steps."""
     from safetensors.torch import load_file
 
-    set_seed(3)  # before there is an XLA runtime to hear of it
+    set_seed(3)  # before an XLA runtime exists that could receive it
     accelerator = Accelerator(config=XLA)
     drawn = [_drop(accelerator.device)]
     model, optimizer, _, loader = accelerator.prepare(*make_parts())
@@ -209,7 +209,7 @@ def _drop(device: torch.device) -> list[float]:
 
 
 def copying(folder: Path) -> None:
-    """An average of weights (EMA) is a deep copy of the model, with weights of its own; a whole model is pickled."""
+    """Copy the model deeply as an average of weights (EMA) with separate weights, and pickle a complete model."""
     for precision in ("no", "bf16"):
         accelerator = Accelerator(config=XLA, mixed_precision=precision)
         plain, optimizer, _, loader = make_parts()
@@ -232,7 +232,7 @@ def copying(folder: Path) -> None:
 
 
 def two_replicas(folder: Path, *, bf16: bool = False) -> None:
-    """The whole loop with a real all-reduce; then gathering exactly the samples of an uneven data set."""
+    """Run the complete loop with a real all-reduce. Then gather exactly the samples of an uneven dataset."""
     from replicas import WORLD, run_replicas
 
     parts = [make_parts() for _ in range(WORLD)]
@@ -243,7 +243,7 @@ def two_replicas(folder: Path, *, bf16: bool = False) -> None:
             config=XLA, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16" if bf16 else "no"
         )
         assert (accelerator.process_index, accelerator.num_processes) == (rank, WORLD)
-        if rank:  # what differs at the start is mended
+        if rank:  # initial differences are removed
             with torch.no_grad():
                 parts[rank][0].last.weight.add_(1.0)
         runs[rank] = train(accelerator, parts[rank])
@@ -268,12 +268,12 @@ def two_replicas(folder: Path, *, bf16: bool = False) -> None:
 
 
 def two_replicas_in_bf16(folder: Path) -> None:
-    """The same under autocast."""
+    """Run two replicas under autocast."""
     two_replicas(folder, bf16=True)
 
 
 def two_replicas_without_all_reduce(folder: Path) -> None:
-    """The same with the mechanism taken away: it has to fail."""
+    """Run without the all-reduce, which must fail."""
     import torch_xla.core.xla_model as operations
 
     operations.all_reduce = lambda *_, **__: None
@@ -281,7 +281,7 @@ def two_replicas_without_all_reduce(folder: Path) -> None:
 
 
 def saving(folder: Path) -> None:
-    """Two replicas train the first epoch and save."""
+    """Train two replicas for the first epoch, and save."""
     from replicas import WORLD, run_replicas
 
     parts = [make_parts() for _ in range(WORLD)]
@@ -295,7 +295,7 @@ def saving(folder: Path) -> None:
 
 
 def resuming(folder: Path) -> None:
-    """Two replicas go on for the third epoch from where ZeRO-3 and DDP have saved after the second."""
+    """Resume two replicas for the third epoch from the checkpoint of ZeRO-3 and DDP after the second."""
     from replicas import WORLD, run_replicas
 
     parts = {kind: [make_parts() for _ in range(WORLD)] for kind in ("zero3", "ddp")}
@@ -315,7 +315,7 @@ def resuming(folder: Path) -> None:
 
 
 def sitting_out(folder: Path) -> None:
-    """Parameters that a loss does not reach on one replica, or on none; and models without an optimizer."""
+    """Train with parameters that a loss misses on one replica or on all, and prepare models without an optimizer."""
     from replicas import WORLD, run_replicas
 
     models = [[Branches() for _ in range(WORLD)] for _ in range(2)]
@@ -352,7 +352,7 @@ def sitting_out(folder: Path) -> None:
 
 
 class Branches(nn.Module):
-    """One layer that every loss reaches, one that some do, and one that none does."""
+    """A model with one layer that every loss reaches, one that some do, and one that none does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,14 +363,14 @@ class Branches(nn.Module):
 
 
 def starting_late(folder: Path) -> None:
-    """A backward before the XLA runtime has started."""
+    """Check that a backward before the start of the XLA runtime is refused."""
     torch.ones((), requires_grad=True).backward()
     with pytest.raises(LaunchError, match="a backward\\(\\) ran before the XLA runtime was started"):
         Accelerator(config=XLA)
 
 
 def without_room(folder: Path) -> None:
-    """A ZeRO stage that is dropped where the model does not fit without it."""
+    """Check that a ZeRO stage is not dropped if the model does not fit without ZeRO."""
     config = {**XLA, "gpu_memory": "4MiB", "deepspeed_config": {"zero_optimization": {"stage": 3}}}
     accelerator = Accelerator(config=config)
     model = nn.Linear(1024, 1024)

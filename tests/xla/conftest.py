@@ -1,4 +1,4 @@
-"""What tests on XLA devices share: each case is a process of its own with a time limit, on PJRT's CPU client."""
+"""Shared fixtures of XLA tests: each case is a separate process with a time limit, on PJRT's CPU client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def run_case(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a case of `cases.py` to its end; its output."""
+    """Run a case of `cases.py` to its end. Return its output."""
 
     def run(name: str, *, seconds: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(HERE / "cases.py"), name, str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The second epoch, on ZeRO-3 or DDP, of a training that began on XLA devices: STORE RANK WORLD KIND FOLDER."""
+"""Trains the second epoch, on ZeRO-3 or DDP, of a training that began on XLA: STORE RANK WORLD KIND FOLDER."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launch tests start: functions that a TPU launch calls for each device."""
+"""Functions that the launch tests start: a TPU launch calls them for each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loop import ACCUMULATION, by_hand, largest_difference, make_parts, train
 
 
 def main() -> None:
-    """Train, and write down how it was started and how far that is from plain torch."""
+    """Train. Write how the process was started, and the difference to plain torch."""
     from zero_plugin import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def fail_last() -> None:
-    """The last replica fails while the others wait, as they would in a collective."""
+    """Fail on the last replica while the others wait, like in a collective."""
     import torch_xla.runtime as runtime
 
     rank, world = runtime.global_ordinal(), runtime.world_size()
@@ -41,7 +41,7 @@ def fail_last() -> None:
 
 
 def save_when_stopped() -> None:
-    """Each replica takes a second to end when it is asked to."""
+    """Take a second to end after a stop request, on each replica."""
     from zero_plugin.distributed.process_end import StopRequest
 
     request = StopRequest()

@@ -1,4 +1,4 @@
-"""A small training that every path runs, and the same one written by hand in plain torch on the CPU."""
+"""A small training that every path runs, and the same training by hand in plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLES, BATCH, ACCUMULATION, EPOCHS, CLIPPING, LR = 52, 4, 4, 3, 0.35, 1e-2
 
 
 class Run(NamedTuple):
-    """What a training was: loss of each micro-batch, norm and learning rate of each optimizer step, final weights."""
+    """A training's records: loss of each micro-batch, norm and learning rate of each step, final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 class Model(nn.Module):
-    """Tied weights, a buffer that training changes, and layers that autocast runs in 16 bits and in 32."""
+    """A model with tied weights, a changing buffer, and layers that autocast runs in 16 bits and in 32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def make_parts() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
-    """Model, optimizer, schedule and loader; 13 batches, so that windows and steps of two replicas do not come out."""
+    """Create model, optimizer, scheduler and loader. 13 batches leave incomplete windows and steps of two replicas."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -63,7 +63,7 @@ def make_parts() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]
 def train(
     accelerator: Any, parts: Sequence[Any], epochs: Sequence[int] = range(EPOCHS), *, load: str = "", save: str = ""
 ) -> Run:
-    """The loop of a script: this process' part of the losses, the rest as every process has it."""
+    """Run a script's loop. Losses are this process's part; the other values are equal on every process."""
     model, optimizer, schedule, loader = accelerator.prepare(*parts)
     if load:
         accelerator.load_state(load)
@@ -87,9 +87,9 @@ def train(
 
 
 def by_hand(world: int, *, bf16: bool = False, parts: Sequence[Any] | None = None) -> list[Run]:
-    """The training of `world` processes, one after the other, in plain torch: what each of them sees.
+    """Train as `world` processes, one after the other, in plain torch.
 
-    The last step of an epoch is filled up with its first batches. Statistics are process 0's.
+    The last step of an epoch is completed with its first batches. Statistics are process 0's.
     """
     model, optimizer, schedule, loader = parts or make_parts()
     batches = list(loader)
@@ -120,7 +120,7 @@ def by_hand(world: int, *, bf16: bool = False, parts: Sequence[Any] | None = Non
 
 
 def part_of(run: Run, epochs: range) -> Run:
-    """What of a whole run happened in some of its epochs; the weights are its last."""
+    """Return the records of some epochs of a complete run, with its last weights."""
 
     def cut(numbers: list[float]) -> list[float]:
         each = len(numbers) // EPOCHS
@@ -130,9 +130,9 @@ def part_of(run: Run, epochs: range) -> Run:
 
 
 def largest_difference(ours: Run, theirs: Run, what: str) -> float:
-    """Of `losses`, `norms` or `rates`: the largest; of `weights`: of all together, norm-wise.
+    """Return the largest difference in `losses`, `norms` or `rates`, or the norm-wise difference of all `weights`.
 
-    Not of a running variance: torch_xla has the batch's own, and torch that times n / (n - 1).
+    A running variance is excluded: torch_xla uses the batch's own, and torch that times n / (n - 1).
     """
     if what == "weights":
         names = [n for n, tensor in theirs.weights.items() if tensor.is_floating_point() and "running_var" not in n]

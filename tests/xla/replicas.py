@@ -1,21 +1,21 @@
 """Runs replicas of a run on CPU devices of XLA, with real collectives between them: threads of one process.
 
 On `PJRT_DEVICE=CPU` torch_xla has `CPU_NUM_DEVICES` devices in one process, and `torch_xla.launch` gives each a thread,
-as on a TPU v2 or v3. As they stand, collectives between them hang (pytorch/xla issues 5005 and 9089). What is changed
-here for that, in this process alone:
+as on a TPU v2 or v3. Without changes, collectives between them hang (pytorch/xla issues 5005 and 9089). This module
+makes these changes, in this process only:
 
-* XLA names a collective on a CPU by the program that it is in. Threads that come to a new graph together compile two
-  programs, whose collectives never meet. So the replicas take turns at a `sync`: the first compiles, the others find
-  that program in the cache.
-* Parameters that are donated to a step make the next `sync` of a replica wait for its own last step, with Python's lock
-  held, and the others never come. So nothing is donated.
-* Autocast keeps the weights that it has cast for all threads together, and one that leaves it drops them: another may
-  then cast a tied weight a second time, which is another graph. So it keeps none.
+* XLA names a collective on a CPU by its program. Threads that reach a new graph together compile two programs, whose
+  collectives never meet. So the replicas take turns at a `sync`: the first compiles, and the others find that program
+  in the cache.
+* Parameters donated to a step make a replica's next `sync` wait for its own last step, with Python's lock held, so
+  the other replicas never arrive. So no parameter is donated.
+* Autocast caches cast weights for all threads together, and a thread that leaves autocast drops them. Another thread
+  may then cast a tied weight a second time, which is another graph. So the cache is off.
 
-On a TPU since v4 each replica is a process. What this package and torch have one of in a process, every thread gets its
-own of: the process group, and all that shows or holds a run.
+Since TPU v4 each replica is a process. Here every thread gets its own copy of what this package and torch have once per
+process: the process group, and all state of a run.
 
-A script has to `sync` equally often on every replica, and to read nothing that depends on a collective before that.
+A script must `sync` equally often on every replica, and must not read a value that depends on a collective before that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _VARIABLES = {
 
 
 class _PerThread:
-    """An attribute of a class of which every thread has its own value."""
+    """A class attribute that has a separate value for every thread."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._own = make, threading.local()
@@ -67,7 +67,7 @@ class _PerThread:
 
 
 def run_replicas(function: Callable[[int], None]) -> None:
-    """Call `function` with the rank of each replica, in a process group of all; once in a process.
+    """Call `function` with the rank of each replica, in a process group of all, once per process.
 
     A replica that fails ends the process with exit code 1.
     """
@@ -75,7 +75,7 @@ def run_replicas(function: Callable[[int], None]) -> None:
     _separate_threads()
     _take_turns()
     run = functools.partial(_run_one, function, HashStore())
-    pjrt._run_thread_per_device(0, 1, run, pjrt.initialize_multiprocess)  # what launch() does, in a process of its own
+    pjrt._run_thread_per_device(0, 1, run, pjrt.initialize_multiprocess)  # as launch() does, in a separate process
 
 
 def _run_one(function: Callable[[int], None], store: Any) -> None:
@@ -87,7 +87,7 @@ def _run_one(function: Callable[[int], None], store: Any) -> None:
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - a thread's error would end nothing else
         traceback.print_exc()
-        os._exit(1)  # the others wait in collectives, which nothing interrupts
+        os._exit(1)  # the others wait in collectives, which cannot be interrupted
 
 
 def _separate_threads() -> None:
@@ -97,7 +97,7 @@ def _separate_threads() -> None:
         shared._shared_state = _PerThread(dict)
     ActiveLoaders.loaders = _PerThread(list)
     processes._own = type("OwnGroup", (threading.local, processes._OwnGroup), {})()
-    processes.start_watching = lambda: None  # its thread, and what it knows, are one for the process
+    processes.start_watching = lambda: None  # its thread and state are the only ones of the process
 
 
 def _take_turns() -> None:

@@ -20,7 +20,7 @@ WORLD = 2
 def test_a_run_goes_on_from_xla_on_zero_3_and_ddp_and_back(
     run_case: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Each epoch is that of one run without a change, in losses, norms and rates, and so are the last weights.
+    """Each epoch's losses, norms and rates, and the final weights, equal those of one run without a change.
 
     DDP runs on this environment's torch, which is older than that of the other tests.
     """

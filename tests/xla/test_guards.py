@@ -1,4 +1,4 @@
-"""What would train wrongly on XLA devices, or crash there, is an error that says what to do."""
+"""Setups that would train wrongly or crash on XLA devices raise errors that say what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Complet
 
 
 def test_processes_that_do_not_see_each_other(tmp_path: Path) -> None:
-    """torchrun's two on PJRT's CPU client have a runtime each, and an all-reduce between them would do nothing."""
+    """torchrun's two processes on PJRT's CPU client have separate runtimes, whose all-reduce would do nothing."""
     script = tmp_path / "train.py"
     script.write_text(
         "from zero_plugin import Accelerator\nAccelerator(config={'distributed_type': 'TPU'})\nprint('on')"
@@ -35,7 +35,7 @@ def test_processes_that_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 def test_fewer_devices_than_the_launcher_was_asked_for(tmp_path: Path) -> None:
-    """What `--num_processes 2` leaves of torchrun's variables in a replica, where the runtime has one device."""
+    """torchrun's variables from `--num_processes 2` are refused in a replica whose runtime has one device."""
     made = "from zero_plugin import Accelerator; Accelerator(config={'distributed_type': 'TPU'}); print('on')"
     done = run(tmp_path, "-c", made, PJRT_DEVICE="CPU", WORLD_SIZE="2")
     assert done.returncode != 0
@@ -63,7 +63,7 @@ print(told())
 
 
 def test_another_device_than_a_tpu(tmp_path: Path) -> None:
-    """torch_xla takes the CPU where it finds no TPU; only a user's own word for that is followed."""
+    """torch_xla falls back to the CPU without a TPU. Only a user's explicit choice of the CPU is accepted."""
     done = run(tmp_path, "-c", RUNTIMES)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "LaunchError: the run is to train on a TPU, but torch_xla finds none here." in done.stdout
@@ -84,14 +84,14 @@ for _ in range(2):
 
 
 def test_a_script_without_a_tpu(tmp_path: Path) -> None:
-    """It does not train on the CPU unasked, nor where it tries again, as a notebook's cell."""
+    """Without a TPU the script does not silently train on the CPU, not even on a second try, as in a notebook."""
     done = run(tmp_path, "-c", TRIES_TWICE)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("torch_xla finds none here") == 2, done.stdout
 
 
 def test_a_script_that_imports_torch_xla_itself(tmp_path: Path) -> None:
-    """The import chooses the CPU where there is no TPU, as if it were the user's word: the run says what it is on."""
+    """An import of torch_xla without a TPU chooses the CPU like the user's choice would. The run logs its device."""
     script = "import torch_xla\nfrom zero_plugin import Accelerator\nAccelerator(config={'distributed_type': 'TPU'})"
     done = run(tmp_path, "-c", script)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -99,7 +99,7 @@ def test_a_script_that_imports_torch_xla_itself(tmp_path: Path) -> None:
 
 
 def test_a_tpu_that_does_not_start(tmp_path: Path) -> None:
-    """`PJRT_DEVICE=TPU` without one: what torch_xla says of it, and what to look at, in place of its traceback."""
+    """With `PJRT_DEVICE=TPU` but no TPU, torch_xla's message and a hint appear instead of its traceback."""
     script = tmp_path / "train.py"
     script.write_text("def main():\n    pass\n")
     typed = ("-m", "zero_plugin", "launch", "--tpu", "--num_processes", "1", str(script))

@@ -22,7 +22,7 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Run this environment's Python on PJRT's CPU client to its end, in an empty folder and an empty home."""
+    """Run this environment's Python on PJRT's CPU client to its end, in an empty folder with an empty home."""
 
     def start(*arguments: str, seconds: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if name != "CPU_NUM_DEVICES"}
@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Start:
 
 
 def test_the_shipped_config_trains_as_plain_torch(start: Start, tmp_path: Path) -> None:
-    """The script's `main` is called with its arguments, and its training is that of one process of plain torch."""
+    """The script's `main` gets its arguments and trains like one process of plain torch."""
     typed = ("--config_file", str(CONFIG), "--num_processes", "1", "--mixed_precision", "no")
     done = start("-m", "zero_plugin", "launch", *typed, SCRIPT, str(tmp_path / "found"), "a b")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -46,7 +46,7 @@ def test_the_shipped_config_trains_as_plain_torch(start: Start, tmp_path: Path) 
 
 
 def test_a_replica_that_fails_ends_the_others(start: Start) -> None:
-    """All devices that are asked for take part; one traceback, the rank that failed first, and no waiting."""
+    """All requested devices take part. One traceback names the rank that failed first, and no replica waits."""
     typed = ("--tpu", "--num_processes", "2", "--main_training_function", "fail_last")
     done = start("-m", "zero_plugin", "launch", *typed, SCRIPT, "x")
     assert sorted(done.stdout.splitlines()) == [f"replica {rank} of 2, 2 wanted: ['x']" for rank in (0, 1)]
@@ -58,7 +58,7 @@ def test_a_replica_that_fails_ends_the_others(start: Start) -> None:
 
 
 def test_sigterm_leaves_replicas_time_to_save(tmp_path: Path) -> None:
-    """It reaches the threads that the script runs in; without one that listens it would end them at once."""
+    """SIGTERM reaches the script's threads. Without a listener it would end them immediately."""
     typed = ("launch", "--tpu", "--num_processes", "2", "--main_training_function", "save_when_stopped", SCRIPT)
     environ = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
     with subprocess.Popen(
@@ -76,7 +76,7 @@ def test_sigterm_leaves_replicas_time_to_save(tmp_path: Path) -> None:
 
 
 def test_self_test(start: Start) -> None:
-    """Data, an optimizer step against plain torch, a checkpoint and copies to the device pass on an XLA device."""
+    """Data, an optimizer step against plain torch, a checkpoint and device copies pass on an XLA device."""
     done = start("-m", "zero_plugin", "test", "--tpu", "--json")
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     results = {row["check"]: row["result"] for row in json.loads(done.stdout)["checks"]}
@@ -113,7 +113,7 @@ launch(show, "copy", 2)
 
 
 def test_notebook(start: Start) -> None:
-    """A cell's function runs in a copy for each device, or here on one; what fails there is raised here.
+    """A cell's function runs in a copy for each device, or here on one, and its errors are raised here.
 
     Replicas that are threads of one process are refused, and so are copies of a process that has used a device.
     """

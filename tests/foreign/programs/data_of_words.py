@@ -1,4 +1,4 @@
-"""Sentences of few words, and a tokenizer that has no others; no program."""
+"""Sentences of few words, and a tokenizer with exactly these words. Not a program."""
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ ROWS = [
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each number; GPT-2 in trainer.py has 32."""
+    """Build a tokenizer with one word per number. GPT-2 in trainer.py has 32."""
     inner = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unknown>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""diffusers' unconditional training: its UNet, EMA and save and load hooks; the run is resumed in its midst."""
+"""Unconditional training of diffusers: UNet, EMA, save and load hooks. The run resumes halfway."""
 
 import json
 import os
@@ -22,7 +22,7 @@ BLOCKS = {
 
 
 def add_hooks(accelerator: Accelerator, ema: Any) -> None:
-    """The model and its EMA in diffusers' own folders, in place of the checkpoint's weights."""
+    """Save the model and its EMA in diffusers' own folders instead of the checkpoint's weights."""
 
     def save(models, weights, output_dir):  # type: ignore[no-untyped-def]
         if accelerator.is_main_process:
@@ -46,10 +46,10 @@ def add_hooks(accelerator: Accelerator, ema: Any) -> None:
 
 
 def main() -> None:
-    """Eight steps of eight images; after the fourth the state is saved, and after the sixth loaded again."""
+    """Take eight steps of eight images. Save the state after the fourth, and load it after the sixth."""
     torch.manual_seed(0)
     accelerator = Accelerator()
-    from diffusers.training_utils import EMAModel  # it imports deepspeed only if stage 3 is configured by then
+    from diffusers.training_utils import EMAModel  # diffusers imports deepspeed only if stage 3 is configured by then
 
     unet = UNet2DModel(**KIND, **BLOCKS)
     ema = EMAModel(unet.parameters(), decay=0.9, use_ema_warmup=True, model_cls=UNet2DModel, model_config=unet.config)
@@ -75,7 +75,7 @@ def main() -> None:
             optimizer.step()
             rates.step()
             optimizer.zero_grad()
-        ema.step(unet.parameters())  # at stage 3 it gathers each of them by itself
+        ema.step(unet.parameters())  # at stage 3 diffusers gathers each of them separately
         return float(accelerator.reduce(loss.detach(), "mean"))
 
     losses = [train(step) for step in range(4)]

@@ -1,4 +1,4 @@
-"""A loop in nanoGPT's manner: `torch.compile`, gradient accumulation, clipping, and a learning rate set by hand."""
+"""A loop in nanoGPT's style: `torch.compile`, gradient accumulation, clipping, and a hand-set learning rate."""
 
 import json
 import math
@@ -44,12 +44,12 @@ class GPT(nn.Module):
 
 
 def rate(step: int) -> float:
-    """Warm-up, then half a cosine."""
+    """Return the rate: warm-up, then half a cosine."""
     return 1e-2 * (step + 1) / 3 if step < 3 else 1e-3 + 4.5e-3 * (1 + math.cos(math.pi * (step - 3) / 5))
 
 
 def main() -> None:
-    """Eight steps of two micro-batches of eight sequences; each process takes its part of them."""
+    """Take eight steps of two micro-batches of eight sequences, divided among the processes."""
     torch.manual_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, dynamo_backend="aot_eager")
     model = GPT()

@@ -1,4 +1,4 @@
-"""sentence-transformers' Trainer on a tiny BERT: pairs of sentences that are to become unlike each other."""
+"""sentence-transformers' Trainer on a tiny BERT learns to make pairs of sentences dissimilar."""
 
 import os
 

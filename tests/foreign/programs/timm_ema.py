@@ -1,4 +1,4 @@
-"""A vision transformer of timm's with its EMA, scheduler and optimizer groups."""
+"""A vision transformer from timm with EMA, scheduler and optimizer groups."""
 
 import json
 import os
@@ -16,7 +16,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main() -> None:
-    """Eight steps of eight images; the loss of the average is counted too."""
+    """Take eight steps of eight images. Report the averaged model's loss too."""
     torch.manual_seed(0)
     accelerator = Accelerator()
     size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}

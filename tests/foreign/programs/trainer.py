@@ -10,13 +10,13 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """48 sequences that count upwards."""
+    """Return 48 sequences that count upwards."""
     rows = [(torch.arange(16) + index) % 32 for index in range(48)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def arguments(**more: object) -> TrainingArguments:
-    """Six steps of eight sequences."""
+    """Return the arguments of six steps of eight sequences."""
     return TrainingArguments(
         output_dir="trained",
         per_device_train_batch_size=8 // WORLD,
@@ -34,7 +34,7 @@ def arguments(**more: object) -> TrainingArguments:
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
-    """Without dropout, which each process draws for itself."""
+    """Create a GPT-2 without dropout, which each process would draw differently."""
     set_seed(0)
     size = GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     size.attn_pdrop = size.resid_pdrop = size.embd_pdrop = 0.0

@@ -1,4 +1,4 @@
-"""The batch that fits is found by trying, and accumulation keeps the number of samples in a step."""
+"""The largest batch that fits is searched, and accumulation keeps the number of samples in a step."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def main(output: str) -> None:
         for inputs, targets in loader:
             with accelerator.accumulate(model):
                 predictions = model(inputs)
-                if batch_size > 8:  # a device with room for eight
+                if batch_size > 8:  # a device with memory for eight
                     raise RuntimeError("CUDA out of memory.")
                 loss = nn.functional.mse_loss(predictions, targets)
                 accelerator.backward(loss)

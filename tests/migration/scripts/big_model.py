@@ -1,4 +1,4 @@
-"""A model built empty, placed by limits, spread over host memory and disk; hooks of the script's own."""
+"""A model is built empty, placed by limits, and spread over CPU memory and disk, with the script's own hooks."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {"statistics": ((1, 2), "buffers of parts on disk")}
 
 

@@ -1,4 +1,4 @@
-"""A small GPT-2 from scratch on Python source, with warm-up, clipping and transformers' own saving."""
+"""A small GPT-2 learns Python source from scratch, with warm-up, clipping and transformers' own saving."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints at each epoch's end and every few steps; training goes on from both as if it had never stopped."""
+"""Checkpoints are written at each epoch's end and every few steps. Training resumes from both without a difference."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {
     "same_dropout_after_resume": ((1, 2), "random numbers within an epoch after `load_state`"),
     "same_shuffle_after_resume": ((1, 2), "the order of a shuffled epoch after `load_state`"),
@@ -20,7 +20,7 @@ EPOCHS = 3
 
 
 class Counter:
-    """Samples seen, which a checkpoint keeps."""
+    """A count of samples seen, which a checkpoint keeps."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -90,7 +90,7 @@ def main(output: str) -> None:
     assert same(run.losses, whole_losses[10:])
     assert run.rates == whole_rates[10:]
 
-    # Every few steps: the epoch that was interrupted goes on at its next batch.
+    # Every few steps: the interrupted epoch resumes at its next batch.
     accelerator.project_configuration.automatic_checkpoint_naming = False
     interrupted = {}
     for name, options in (("plain", {}), ("dropout", {"dropout": 0.2}), ("shuffled", {"shuffle": True})):

@@ -1,4 +1,4 @@
-"""Stratified folds of the digits: each trains its own model, and together they predict the test set."""
+"""Each stratified fold of the digits trains its own model, and together the models predict the test set."""
 
 import json
 import sys

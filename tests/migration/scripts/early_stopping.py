@@ -1,4 +1,4 @@
-"""One process sees that it is time to stop, and all stop together."""
+"""One process decides to stop, and all stop together."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The batches of a window are fetched first, so that the loss of each is divided by the tokens of all of them."""
+"""A window's batches are fetched first, so each loss is divided by the tokens of all of them."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {
     "losses_after_a_short_window": ((1, 2), "the shorter last window of an epoch"),
     "weights_after_a_short_window": ((1, 2), "the shorter last window of an epoch"),
@@ -21,7 +21,7 @@ WINDOW, IGNORED = 4, -100
 
 
 def train(accelerator: Accelerator, batches: int) -> tuple[list[float], list[float]]:
-    """The loss of each step of two epochs, and the weights at the end."""
+    """Return the loss of each step of two epochs, and the final weights."""
     set_seed(7)
     samples = batches * 2 * accelerator.num_processes
     tokens = torch.randint(0, 11, (samples, 6))
@@ -42,7 +42,7 @@ def train(accelerator: Accelerator, batches: int) -> tuple[list[float], list[flo
                 ends = index == len(window) - 1
                 with contextlib.nullcontext() if ends else accelerator.no_sync(model):
                     loss = nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="sum")
-                    # The mean over processes, and over the window's batches, is undone: count holds all of them.
+                    # Undo the mean over processes and over the window's batches, because count covers all of them.
                     accelerator.backward(loss * WINDOW * accelerator.num_processes / count)
                     total += loss.detach() / count
             optimizer.step()

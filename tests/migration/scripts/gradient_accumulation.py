@@ -1,4 +1,4 @@
-"""Four small batches make a step; the epoch's end cuts the last window short."""
+"""Four small batches make a step. The epoch's end shortens the last window."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {"losses_after_a_short_window": ((1, 2), "the shorter last window of an epoch")}
 
 

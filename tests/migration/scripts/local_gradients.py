@@ -1,4 +1,4 @@
-"""Gradients that stay local on most batches, by hand: no_sync, the triggers of a window, and freed memory."""
+"""Gradients stay local on most batches, by hand: no_sync, the triggers of a window, and freed memory."""
 
 import contextlib
 import json

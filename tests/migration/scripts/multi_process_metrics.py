@@ -1,4 +1,4 @@
-"""Metrics over a test set that divides neither by the batch nor by the processes: tensors, texts and ragged rows."""
+"""Metrics over a test set that neither batch size nor processes divide: tensors, texts and ragged rows."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object, re
 from torch import nn
 from torch.utils.data import DataLoader
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {
     "samples_outside_the_loop": (
         (2,),
@@ -41,7 +41,7 @@ def main(output: str) -> None:
         logits.append(everywhere["logits"])
         labels.append(everywhere["labels"])
         texts += accelerator.gather_for_metrics(batch["text"], use_gather_object=True)
-        # Generated sequences are of other lengths on other processes: padded before they are gathered.
+        # Generated sequences differ in length between processes, so they are padded before the gather.
         longest = int(batch["label"].max()) + 1 + accelerator.process_index
         ragged = torch.full((len(batch["label"]), longest), 1 + accelerator.process_index)
         padded = accelerator.pad_across_processes(ragged, dim=1, pad_index=-100)
@@ -53,7 +53,7 @@ def main(output: str) -> None:
     for guess, label in zip(scores.argmax(dim=1), truth, strict=True):
         confusion[label, guess] += 1
 
-    # After the loop, of all batches at once: the samples that completed the last step cannot be told any more.
+    # After the loop, of all batches together: the samples that completed the last step are no longer known.
     left = torch.cat([batch["label"] for batch in loader])
     try:
         outside = len(accelerator.gather_for_metrics(left))

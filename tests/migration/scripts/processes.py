@@ -1,4 +1,4 @@
-"""Who does what: the main process first, work split among processes, and log lines."""
+"""Roles of processes: main process first, work split among processes, and log lines."""
 
 import json
 import logging

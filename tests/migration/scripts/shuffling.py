@@ -1,4 +1,4 @@
-"""In which order a shuffled loader gives its samples, by three ways of shuffling."""
+"""The sample order of a shuffled loader, for three ways of shuffling."""
 
 import json
 import sys
@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {"by_default": ((2,), "a shuffled loader in several processes")}
 
 
 def read_twice(accelerator: Accelerator, **options: object) -> list[int]:
-    """The numbers below 24, as two epochs give them, steps of all processes one after another."""
+    """Return the numbers below 24 in the order of two epochs, all processes' steps one after another."""
     set_seed(31)
     loader = accelerator.prepare(DataLoader(range(24), batch_size=12 // accelerator.num_processes, **options))
     return [number for _ in range(2) for batch in loader for number in accelerator.gather(batch).tolist()]

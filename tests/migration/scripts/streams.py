@@ -1,4 +1,4 @@
-"""A stream that has no length trains and evaluates; its samples are counted."""
+"""A stream without a length trains and evaluates, and its samples are counted."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {"evaluated": ((2,), "a stream in a DataLoader")}
 
 

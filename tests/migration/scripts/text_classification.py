@@ -1,4 +1,4 @@
-"""A tiny transformer tells from a line's bytes which module of the standard library it stands in."""
+"""A tiny transformer classifies a line of bytes by its module of the standard library."""
 
 import argparse
 import calendar

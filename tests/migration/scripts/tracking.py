@@ -1,4 +1,4 @@
-"""Losses and the learning rate go to a tracker of one's own."""
+"""Losses and the learning rate go to a user's own tracker."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class ListTracker(GeneralTracker):
-    """Keeps what it is given."""
+    """A tracker that keeps all values."""
 
     name = "list"
     requires_logging_directory = True
@@ -46,7 +46,7 @@ class ListTracker(GeneralTracker):
 
 def main(output: str) -> None:
     project = Path(output).parent
-    PartialState(cpu=True)  # a tracker asks it whether this is the main process
+    PartialState(cpu=True)  # a tracker asks whether this is the main process
     tracker = ListTracker("digits", str(project))
     accelerator = Accelerator(
         cpu=True, log_with=tracker, project_config=ProjectConfiguration(project_dir=str(project), logging_dir="logs")

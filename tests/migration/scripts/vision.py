@@ -1,4 +1,4 @@
-"""A small convolutional network learns scikit-learn's handwritten digits, with one cycle of the learning rate."""
+"""A small convolutional network learns scikit-learn's handwritten digits, with a one-cycle learning rate."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {"rates_at_the_end": ((2,), "OneCycleLR in several processes")}
 
 
@@ -22,7 +22,7 @@ def main(output: str) -> None:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    # 25 batches: in two processes 13 steps, of which the last is completed.
+    # 25 batches: 13 steps on two processes, of which the last is completed.
     train_loader = DataLoader(TensorDataset(images[:800], labels[:800]), batch_size=32, shuffle=True)
     eval_loader = DataLoader(TensorDataset(images[800:1201], labels[800:1201]), batch_size=64)
     model = nn.Sequential(

@@ -1,4 +1,4 @@
-"""A long warm-up by transformers' schedule, a plateau schedule beside it, and values clipped."""
+"""A long warm-up with transformers' scheduler, a plateau scheduler in addition, and clipped values."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
+# Intended differences of the two libraries: the numbers of processes, and the row of docs/.
 DIFFERENCES = {"plateau_rates": ((2,), "ReduceLROnPlateau")}
 
 
