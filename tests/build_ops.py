@@ -1,6 +1,6 @@
-"""Builds DeepSpeed's C++ ops for the tests, by tests/quick-g++: minutes on a new machine, then nothing.
+"""Build DeepSpeed's C++ ops for the tests, by tests/quick-g++: minutes on a new machine, then nothing.
 
-`make test` runs this file beside the checks and the first tests; a test that needs the ops waits for it.
+`make test` runs this file in parallel with the checks and the first tests. A test that needs the ops waits for it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ for op in sys.argv[1:]:
 
 
 def use_quick_compiler() -> None:
-    """Have this process, and all that it starts, build ops by one compiler and one ninja.
+    """Make this process, and all that it starts, build ops with one compiler and one ninja.
 
-    A build by another compiler or another ninja is no longer valid for them, and would be made again in the middle of a
-    test. So the compiler is named without the folder of this checkout, and ninja is the one beside this Python.
+    A build by another compiler or another ninja is no longer valid, and would be repeated in the middle of a test. So
+    the compiler is named without the folder of this checkout, and ninja is the one next to this Python.
     """
     os.environ["CXX"] = "quick-g++"
     folders = (Path(__file__).parent, Path(sys.executable).parent, os.environ["PATH"])
@@ -39,10 +39,10 @@ def use_quick_compiler() -> None:
 
 
 def build_ops() -> None:
-    """Build what is not built; who comes second waits for the first."""
+    """Build the missing ops. A second caller waits for the first."""
     with Path(tempfile.gettempdir(), f"zero_plugin_ops_{os.getuid()}.lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # pytest runs in several processes
-        # A look by DeepSpeed itself at what is built takes half a minute of the processors in every pytest process.
+        # DeepSpeed's own check of built ops takes half a minute of CPU time in every pytest process.
         folder = os.environ.get("TORCH_EXTENSIONS_DIR")
         stamp = folder and Path(
             folder, f"built-by-{version('deepspeed')}-for-{version('torch')}-{DEVICE}-{sys.version_info.minor}"
@@ -58,9 +58,9 @@ def _build() -> None:
 
     folder = build_folder(os.environ, torch.version.cuda)
     for lock in find_stale_build_locks([file.name for file in folder.glob("*")], folder):
-        lock.unlink()  # of a test run that was killed
-    # One import of DeepSpeed for all ops, one op after the other: the compilers of each run side by side. A machine
-    # with a GPU has the cores to build all at once.
+        lock.unlink()  # from a test run that was killed
+    # One import of DeepSpeed serves all ops, one op after the other: each op's compilers run in parallel. A machine
+    # with a GPU has enough cores to build all ops together.
     ops = _OPS_OF[DEVICE]
     builds = [
         subprocess.Popen(

@@ -27,7 +27,7 @@ from zero_plugin.distributed.messages import show_messages
 
 pytest_plugins = ("launching",)  # its fixtures
 
-# Files and folders of the half with several processes that take a minute of two processors, the longest first.
+# Files and folders of the multi-process half that take a minute of two processors, the longest first.
 _LONGEST = (
     "strategies",  # its tests of on_paths.py
     "launch/test_engine.py",
@@ -40,14 +40,14 @@ _LONGEST = (
     "faults/test_interruptions.py",
 )
 _LARGEST_GROUP = 400  # daily tests that share processes; more of them would be the last to end
-# The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
+# The same examples on every run, so a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of tests that run in a group of processes."""
+    """Add options of tests that run in a group of processes."""
     parser.addoption(
         "--unpooled", type=int, metavar="SEED", help="each test in processes of its own, in an order drawn by SEED"
     )
@@ -57,16 +57,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Messages appear, all processes of the tests build C++ ops by one compiler, and take forks of one process.
+    """Show messages, build C++ ops with one compiler in all processes, and fork workers from one process.
 
-    On a GPU there are no forks: what DeepSpeed is on is settled when it is imported.
+    On a GPU there are no forks: the import settles DeepSpeed's device.
     """
     show_messages()
     if not ON_GPU:
         use_quick_compiler()
-    startup = str(Path(__file__).parent / "startup")  # what it holds, all Pythons that tests start do first
+    startup = str(Path(__file__).parent / "startup")  # every Python that a test starts runs its content first
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
-    if sys.modules.get("mlflow", ...) is None:  # pytest's own workers, which are started so too, run its tests
+    if sys.modules.get("mlflow", ...) is None:  # pytest's own workers start this way too, and run its tests
         del sys.modules["mlflow"]
     if not hasattr(config, "workerinput") and not ON_GPU and sys.platform == "linux":
         folder = tempfile.TemporaryDirectory()
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """pytest's own log handlers are off the root logger, so that messages appear as they do in a script of a user."""
+    """Take pytest's own log handlers off the root logger, so messages appear as in a user's script."""
     root = logging.getLogger()
     handlers = root.handlers
     if "caplog" not in getattr(item, "fixturenames", ()):
@@ -90,10 +90,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one process come first, while C++ ops are built, then the longest files.
+    """Put tests of one process first, while C++ ops are built, then the longest files.
 
-    What starts processes for several tests at once stays in one of pytest's processes: a file, or those of its tests
-    that run in the same processes.
+    Tests that share started processes stay in one of pytest's processes: a file, or its tests in one group.
     """
     here = Path(__file__).parent
     if (seed := config.getoption("--unpooled")) is not None:
@@ -126,16 +125,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group_of(item: pytest.Item) -> str | None:
-    """The name of the tests that run in the same processes."""
+    """Return the name of the tests that run in the same processes."""
     mark = item.get_closest_marker("xdist_group")
     return mark.args[0] if mark else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The groups hold, and what the imports made stays: every `end_training` would walk all of it each time.
+    """Check the groups, and freeze the objects of imports: every `end_training` would walk all of them.
 
-    pytest-xdist 3.8 writes the groups into an attribute that pytest 9.2 does not read: each of its processes then runs
-    all that tests share, several times over.
+    pytest-xdist 3.8 writes the groups into an attribute that pytest 9.2 does not read. Each of its processes would then
+    run all tests that share processes, several times over.
     """
     if getattr(session.config.option, "loadgroup", False):
         ungrouped = [item.nodeid for item in session.items if item.get_closest_marker("xdist_group")]
@@ -146,7 +145,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Each of pytest's processes computes in one thread: where all have as many as processors, most wait in vain."""
+    """Limit each of pytest's processes to one thread. With a thread per core in all of them, most would only wait."""
     import torch
 
     torch.set_num_threads(1)
@@ -154,7 +153,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test, and no process that one starts, reads the default config of whoever runs the tests."""
+    """Hide the user's default config from all tests, and from the processes that they start."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
         environment.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
@@ -163,7 +162,7 @@ def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(scope="session", autouse=True)
 def _accelerate_without_xla() -> Iterator[None]:
-    """Accelerate, which some tests run beside the package, trains on XLA wherever torch_xla is installed."""
+    """Keep Accelerate, which some tests also run, off XLA. It trains on XLA if torch_xla is installed."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("USE_TORCH_XLA", "0")
         yield
@@ -171,7 +170,10 @@ def _accelerate_without_xla() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals_end_children() -> Iterator[None]:
-    """A shell starts what it puts into the background with SIGINT ignored, nohup SIGHUP, and programs inherit that."""
+    """Restore SIGINT and SIGHUP.
+
+    Background jobs of a shell ignore SIGINT, nohup ignores SIGHUP. Programs inherit this.
+    """
     interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     hangs_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -181,22 +183,22 @@ def _signals_end_children() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What runs resolve to is not kept in the user's own folder."""
+    """Keep the records of runs out of the user's own folder."""
     os.environ["ZERO_PLUGIN_RUNS"] = str(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def built_ops() -> None:
-    """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
+    """Build DeepSpeed's C++ ops for offload before a test's own time limit starts: minutes on a new machine."""
     if "ZERO_PLUGIN_TESTS_BUILT_OPS" in os.environ:
-        return  # a test that starts pytest itself has had them built
+        return  # if a test starts pytest itself, the outer pytest has built them
     build_ops()
     os.environ["ZERO_PLUGIN_TESTS_BUILT_OPS"] = "1"
 
 
 @pytest.fixture(scope="session")
 def groups() -> Groups:
-    """The groups of processes that run the tests of on_paths.py."""
+    """Return the groups of processes that run the tests of on_paths.py."""
     return Groups()
 
 
@@ -223,14 +225,14 @@ def run_in_group(
 
 @pytest.fixture(scope="module", autouse=True)
 def _collects_what_is_new() -> None:
-    """What earlier files have imported stays: each `end_training` would walk all of it, for half a second."""
+    """Freeze the imports of earlier files: each `end_training` would walk all of them, for half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _leaves_no_group() -> Iterator[None]:
-    """A test leaves no process group in this process: programs that later tests start would take it for their own."""
+    """Check that a test leaves no process group here: programs of later tests would take it for their own."""
     yield
     rank, *_ = (os.environ.pop(name, None) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     assert rank is None, "the test has started a process group and left it; see ends_processes"
@@ -238,7 +240,7 @@ def _leaves_no_group() -> Iterator[None]:
 
 @pytest.fixture
 def ends_processes() -> Iterator[None]:
-    """For tests that leave an `Accelerator` to itself: its process group would be the next test's of this process."""
+    """End the processes of a test that does not end its `Accelerator`. The next test would get its process group."""
     yield
     from zero_plugin.state import AcceleratorState, PartialState
 

@@ -1,6 +1,6 @@
-"""The device on which the tests train: the CPU, or with ZERO_PLUGIN_TEST_DEVICE=cuda the first GPU, as `make gpu` does.
+"""The tests' device: the CPU, or with ZERO_PLUGIN_TEST_DEVICE=cuda the first GPU, as `make gpu` does.
 
-There all processes of a group share the GPU, over gloo: NCCL takes one process for each.
+On a GPU, all processes of a group share it over gloo: NCCL takes one process per GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ON_GPU: Final = DEVICE != "cpu"
 
 
 def place_process(rank: str, world: str) -> dict[str, str]:
-    """What a launcher sets for one of the processes of a group, all on this machine."""
+    """Set a launcher's variables for one of the processes of a group, all on this machine."""
     local_rank = "0" if ON_GPU else rank
     return {
         "RANK": rank,
@@ -31,7 +31,7 @@ def place_process(rank: str, world: str) -> dict[str, str]:
 
 @contextmanager
 def process_group(store: str, rank: str, world: str, *, backend: str = "gloo", seconds: float = 120) -> Iterator[None]:
-    """The process group of a script that `launching.ProcessGroup` has started, with the arguments that it gives."""
+    """Open the process group of a script that `launching.ProcessGroup` started, with its arguments."""
     import torch.distributed as dist
 
     os.environ.update(place_process(rank, world))
@@ -50,7 +50,7 @@ def process_group(store: str, rank: str, world: str, *, backend: str = "gloo", s
 
 
 def distributed_type(path: str) -> str:
-    """That of a configuration for a path: `single`, `ddp` or one of ZeRO's."""
+    """Return a configuration's type for a path: `single`, `ddp` or one of ZeRO's."""
     if path.startswith("zero"):
         return "DEEPSPEED"
     return "NO" if path == "single" else "MULTI_GPU" if ON_GPU else "MULTI_CPU"

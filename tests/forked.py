@@ -1,6 +1,6 @@
-"""What a forked process of the tests does: run a script as if Python had been started for it.
+"""The tests' forked processes, which run a script as though Python had been started for it.
 
-It is a copy of a process that has imported what nearly every script needs, so that no script spends seconds on that.
+A fork copies a process that has imported what nearly every script needs. So no script spends seconds on imports.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from line_contexts import enter_context
 
 SERVER = "ZERO_PLUGIN_TESTS_FORK_SERVER"  # variable of pytest's processes: the socket of their `ForkServer`
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"  # variable of a launch: the same, for it and its workers
-ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"  # the same, for one Python and none that it starts
+ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"  # the same, for one Python and not for its children
 LAUNCHES = ["-m", "zero_plugin", "launch"]
 WORKER = "zero_plugin/launch/worker.py"
 _AS_PYTHON = "<forked>"
 _FRAMES_OF_RUN = (_AS_PYTHON, runpy.__file__, "<frozen runpy>")
-# Whoever imports these has torch, DeepSpeed and all of this package's modules that a training needs; also what checks,
-# and DeepSpeed's looks for libraries, import.
+# These imports load torch, DeepSpeed and all modules of this package that a training needs. They also load the imports
+# of checks and of DeepSpeed's library detection.
 IMPORTED_BEFORE = (
     "cpuinfo",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -57,7 +57,7 @@ IMPORTED_BEFORE = (
 )
 # Half of the checks train models of transformers, in processes of several groups.
 _MODELS = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-# What those modules would be told by the scripts that import them.
+# Variables that those modules would get from the scripts that import them.
 _WHILE_IMPORTED = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -67,13 +67,13 @@ _WHILE_IMPORTED = {
 
 
 class Fork:
-    """A script that a fork runs: what a `subprocess.Popen` of it would have is named as there.
+    """A script that a fork runs, with the attribute names of `subprocess.Popen`.
 
     Args:
         place: the socket of a `ForkServer`.
         command: path of the script, and its arguments.
-        environment: all of it.
-        output: an open file, for all that it prints.
+        environment: the complete environment.
+        output: an open file for the script's output.
     """
 
     def __init__(self, place: str, command: list[str], environment: dict[str, str], output: int) -> None:
@@ -88,13 +88,13 @@ class Fork:
         self.pid = int(self._replies.readline())
 
     def poll(self) -> int | None:
-        """How it has ended, if it has."""
+        """Return the exit code, or None while the fork runs."""
         if self.returncode is None and multiprocessing.connection.wait([self._server], 0):
             self.wait()
         return self.returncode
 
     def wait(self) -> int:
-        """How it ends."""
+        """Wait for the fork and return its exit code."""
         if self.returncode is None:
             self.returncode = int(self._replies.readline())
             self._replies.close()
@@ -102,18 +102,18 @@ class Fork:
         return self.returncode
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the fork."""
         if self.poll() is None:
             self._server.sendall(bytes([signal.SIGKILL]))
 
 
 def run_as_worker(request: dict[str, Any], *streams: int) -> None:
-    """Run `zero-plugin launch`, a worker of one, or any other program of Python, in a process that was forked.
+    """Run `zero-plugin launch`, one of its workers, or any other Python program in a forked process.
 
     Args:
-        request: the `command` after Python's name, the `environment`, the `folder` and the `cores` that it was started
-            with, and the `asker`, whose place it takes.
-        *streams: its standard input, output and error.
+        request: the program's `command` after Python's name, its `environment`, `folder` and `cores`, and the `asker`,
+            the process that it replaces.
+        *streams: the program's standard input, output and error.
     """
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
@@ -121,7 +121,7 @@ def run_as_worker(request: dict[str, Any], *streams: int) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
     os.sched_setaffinity(0, request["cores"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what pytest itself was started with may be ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own start may ignore these
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _enter_namespaces(request["asker"])
     command = request["command"]
@@ -134,7 +134,7 @@ def run_as_worker(request: dict[str, Any], *streams: int) -> None:
 
 
 def _enter_namespaces(asker: int) -> None:
-    """The network and the host name of the process that has asked for this one."""
+    """Enter the requesting process's network and host name."""
     for kind in ("net", "uts"):
         there = Path(f"/proc/{asker}/ns/{kind}")
         if there.stat().st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino:
@@ -145,7 +145,7 @@ def _enter_namespaces(asker: int) -> None:
 
 
 def _end_as_python(run: Callable[[], None]) -> NoReturn:
-    """Run, and end as a Python does that was started for it: its messages, its last calls, its exit code."""
+    """Run, and end like a Python that was started for it: its messages, its last calls, its exit code."""
     code: object = 0
     try:
         run()
@@ -177,7 +177,7 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
     multiprocessing.set_start_method(
         multiprocessing.get_all_start_methods()[0], force=True
     )  # Python's own, for loaders
-    gc.freeze()  # else every end_training() walks all that the imports made
+    gc.freeze()  # without this, every end_training() would walk all objects of the imports
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path.insert(0, folder)
@@ -194,12 +194,12 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
 
 
 class ForkServer:
-    """Forks for those of all of pytest's processes that ask at a socket: `Fork`, and startup/sitecustomize.py.
+    """A server that forks for all of pytest's processes through a socket: `Fork`, and startup/sitecustomize.py.
 
-    What they are forks of starts with the first of them, once: its imports take seconds of a processor.
+    The parent of all forks starts once, with the first fork: its imports take seconds of a processor.
 
     Args:
-        place: the socket is made there; beside it a file for each process that has asked, which names its fork.
+        place: path of the socket. Next to it, each requesting process has a file that names its fork.
     """
 
     def __init__(self, place: Path) -> None:
@@ -213,7 +213,7 @@ class ForkServer:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
-        """No more of them."""
+        """End the service."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -235,12 +235,12 @@ class ForkServer:
             with self._turn:
                 _start_server()
                 worker.start()
-                # Whichever thread starts the next one would ask whether this one has ended, which only one may.
+                # Any thread that starts the next one would ask whether this one has ended. Only one thread may.
                 multiprocessing.process._children.discard(worker)
             self._place.with_name(str(asker)).write_text(str(worker.pid))
             for stream in streams:
                 os.close(stream)
-            with contextlib.suppress(ConnectionError):  # it was killed, as is seen below
+            with contextlib.suppress(ConnectionError):  # it was killed, which the code below detects
                 asks.sendall(f"{worker.pid}\n".encode())
             while worker.is_alive():
                 if asks not in multiprocessing.connection.wait([worker.sentinel, asks]):
@@ -258,7 +258,7 @@ class ForkServer:
 
 
 def _start_server() -> None:
-    """Start what all are forks of, with its variables, unless it runs."""
+    """Start the parent of all forks, with its variables, unless it runs."""
     before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
     os.environ.update(_WHILE_IMPORTED)
     try:
@@ -269,20 +269,20 @@ def _start_server() -> None:
 
 
 def forks_of(pid: int) -> list[int]:
-    """The fork that a process has asked for last, if it has."""
+    """Return the fork that a process last requested, if any."""
     file = Path(os.environ.get(SERVER, "no server")).with_name(str(pid))
     return [int(file.read_text())] if file.is_file() else []
 
 
 def _process_of(asks: socket.socket) -> int:
-    """Who is at the other end."""
+    """Return the process at the other end."""
     pid: int
     pid, _, _ = struct.unpack("3i", asks.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid
 
 
 class _Descriptor:
-    """An open file, which has some other number in the fork."""
+    """An open file, which has another number in the fork."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -302,6 +302,6 @@ def _as_python(code: types.CodeType) -> types.CodeType:
     return code.replace(co_filename=_AS_PYTHON, co_consts=inner)
 
 
-# The frames that are around a forked script, as Python's are around a script that it has started.
+# The frames around a forked script, like Python's own around a script.
 for _around in [o for o in vars().values() if isinstance(o, types.FunctionType) and o.__module__ == __name__]:
     _around.__code__ = _as_python(_around.__code__)

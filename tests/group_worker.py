@@ -1,7 +1,7 @@
-"""Runs the bodies of tests in one group of processes: STORE RANK WORLD REQUESTS FOLDER; see on_paths.py.
+"""Run the bodies of tests in one group of processes: STORE RANK WORLD REQUESTS FOLDER; see on_paths.py.
 
 REQUESTS is a file that names the tests. Each process writes the outcome of each test into FOLDER: "ok", a traceback, or
-why the test is skipped.
+the reason for a skip.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE = "ZERO_PLUGIN_TESTS_PATIENCE"
 
 
 def follow_models() -> weakref.WeakSet[torch.nn.Module]:
-    """The engines and DDP wrappers that exist, from now on."""
+    """Record the engines and DDP wrappers that are created from now on."""
     alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     for kind in (DeepSpeedEngine, DistributedDataParallel):
         kind.__init__ = noting(kind.__init__, alive)  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def follow_models() -> weakref.WeakSet[torch.nn.Module]:
 
 
 def noting(build: Callable[..., None], alive: weakref.WeakSet[torch.nn.Module]) -> Callable[..., None]:
-    """A constructor that also adds what it builds to `alive`."""
+    """Wrap a constructor to add its objects to `alive`."""
 
     @functools.wraps(build)
     def noted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def noting(build: Callable[..., None], alive: weakref.WeakSet[torch.nn.Module]) 
 
 @functools.cache
 def load(file: str) -> types.ModuleType:
-    """A file of tests as a module, whose folder's helpers it imports by name."""
+    """Load a file of tests as a module. It imports its folder's helpers by name."""
     path = Path(file)
     if file not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -72,7 +72,10 @@ def load(file: str) -> types.ModuleType:
 
 
 def run_body(body: Callable[..., None], request: dict[str, Any], folder: Path, **own: Any) -> None:
-    """Run a test; on a GPU again, with its own models and tensors made there, if it gave a model there CPU tensors."""
+    """Run a test.
+
+    On a GPU, run it again, with its own models and tensors there, if it passed CPU tensors to a GPU model.
+    """
 
     def run(place: Path) -> None:
         place.mkdir(exist_ok=True)
@@ -105,7 +108,7 @@ def main() -> None:
         alive = follow_models()
         gc.collect()
         for index, (request, body) in enumerate(zip(asked, bodies, strict=True)):
-            gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
+            gc.freeze()  # without this, every end_training() would walk all objects of the imports: 0.2 s
             name = request["id"]
             torch.manual_seed(0)
             dist.barrier()
@@ -114,9 +117,9 @@ def main() -> None:
             try:
                 run_body(body, request, Path(output, str(index)), rank=int(rank))
                 if ON_GPU:
-                    time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
+                    time.sleep(0.05)  # autograd's thread of the GPU releases a graph after the backward has returned
                 gc.collect()
-                for _ in range(2):  # what autograd's objects hold, in C++, is garbage only when these are gone
+                for _ in range(2):  # C++ objects held by autograd become garbage only when these are gone
                     if alive:
                         gc.collect()
                 assert not alive, f"the test leaves {[type(model).__name__ for model in alive]}"

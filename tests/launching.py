@@ -40,10 +40,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 class StandStill:
-    """Tells when processes have done nothing for so long: a limit that a busy machine, six times slower, does not meet.
+    """A limit for idle processes that a busy machine, six times slower, does not reach.
 
     Args:
-        seconds: in which they, and those that they have started, have to use a second of a processor, or to end.
+        seconds: the time in which they and their children must use one second of CPU time, or end.
     """
 
     def __init__(self, *pids: int, seconds: float) -> None:
@@ -63,13 +63,13 @@ class StandStill:
                     waiting += forks_of(one.pid)
                     with contextlib.suppress(psutil.Error):
                         used += sum(one.cpu_times()[:4])
-        if abs(used - self._used) >= 1:  # less, where one has ended that its parent has not waited for
+        if abs(used - self._used) >= 1:  # less, if one has ended that its parent has not waited for
             self._used, self._since = used, time.monotonic()
         return time.monotonic() - self._since > self._seconds
 
 
 def wait_until(condition: Callable[[], object], *, seconds: float = 60) -> None:
-    """Wait for a condition, and fail if it does not come."""
+    """Wait for a condition, and fail if it does not become true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"it did not come in {seconds} s"
@@ -82,12 +82,12 @@ def wait_for_ends(
     """Wait until all have ended or `is_over`, then kill the others.
 
     Args:
-        processes: of `start_script` or `subprocess.Popen`.
-        is_over: gets what this function returns, so far.
-        every: seconds between two looks.
+        processes: results of `start_script` or `subprocess.Popen`.
+        is_over: gets this function's result so far.
+        every: seconds between two checks.
 
     Returns:
-        When each process has ended by itself, by its index.
+        The time at which each process ended without being killed, by its index.
     """
     ended: dict[int, float] = {}
     try:
@@ -104,7 +104,7 @@ def wait_for_ends(
 
 
 def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
-    """The lines that a launcher prints, up to one that starts so."""
+    """Return the lines that a launcher prints, up to one with this beginning."""
     assert launcher.stdout is not None
     lines: list[str] = []
     while not lines or not lines[-1].startswith(start):
@@ -114,7 +114,7 @@ def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
 
 
 def ends_of(*launchers: subprocess.Popen[str], seconds: float = 200) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each, which have so long together."""
+    """Return exit code, output and errors of each, within one time limit for all."""
     deadline = time.monotonic() + seconds
     done = []
     for launcher in launchers:
@@ -128,15 +128,18 @@ def ends_of(*launchers: subprocess.Popen[str], seconds: float = 200) -> list[tup
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The caller's environment without anything that changes a launch; home and temporary files are the test's own."""
+    """Return the caller's environment without variables that change a launch.
+
+    Home and temporary files are the test's own.
+    """
     touched = {"OMP_NUM_THREADS", "DS_ACCELERATOR", ENVIRONMENT_VARIABLE}
     kept = {name: value for name, value in os.environ.items() if name not in touched}
     return {**kept, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
 
 
 def find_free_port() -> int:
-    """A port that nobody has, for a run to take later: one that no system gives away by itself meanwhile."""
-    draw = random.Random()  # tests that run at the same time draw others
+    """Return a free port for a later run, outside the range from which systems assign ports."""
+    draw = random.Random()  # simultaneous tests draw others
     while not port_is_free(port := draw.randrange(20_000, 32_000)):
         pass
     return port
@@ -144,13 +147,13 @@ def find_free_port() -> int:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """See `find_free_port`."""
+    """Return a port as `find_free_port` does."""
     return find_free_port
 
 
 @pytest.fixture
 def start_program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a program with pipes and the options of `Popen`; it is killed, or with `gently` terminated, at the end."""
+    """Start a program with pipes and the options of `Popen`. At the end it is killed, or with `gently` terminated."""
     started: list[tuple[subprocess.Popen[str], bool]] = []
 
     def start(command: Sequence[str | Path], *, gently: bool = False, **options: Any) -> subprocess.Popen[str]:
@@ -181,9 +184,9 @@ def start(
 def launch(
     start: Callable[..., subprocess.Popen[str]], forked_workers: dict[str, str], forked_alone: dict[str, str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `zero-plugin launch …` in `tmp_path` to its end; launcher and workers are forks, unless started `afresh`.
+    """Run `zero-plugin launch …` in `tmp_path` to its end. Launcher and workers are forks, unless started `afresh`.
 
-    With `workers_afresh` the launcher alone is one.
+    With `workers_afresh` only the launcher is a fork.
     """
 
     def launch(
@@ -198,9 +201,9 @@ def launch(
 
 @pytest.fixture
 def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a launcher (torchrun, `zero-plugin launch`) to its end; where all stand still it is told to stop.
+    """Run a launcher (torchrun, `zero-plugin launch`) to its end. Stop it if all processes stand still.
 
-    Killing it, as `subprocess.run` would, leaves the workers, which are sessions of their own.
+    Killing it, as `subprocess.run` would, leaves the workers, which have their own sessions.
     """
 
     def run(command: Sequence[str | Path], *, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -223,10 +226,9 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def forked_workers() -> dict[str, str]:
-    """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
+    """Return a CPU launch's variables for forked workers, for tests about training.
 
-    Where a start, an end or a fault is what a test is about, it goes without; so does all where launches take GPUs, or
-    where there is no Linux.
+    A test about a start, an end or a fault does without forks. So do launches with GPUs, and systems other than Linux.
     """
     import torch
 
@@ -235,9 +237,9 @@ def forked_workers() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def forked_alone(forked_workers: dict[str, str]) -> dict[str, str]:
-    """Variables of a Python that is to be a fork, while those that it starts are none.
+    """Return variables of a Python that is a fork, while its children are not.
 
-    For a launcher whose workers' start or end is what a test is about, and for a program that only has to run.
+    For a launcher whose workers' start or end is under test, and for a program that only has to run.
     """
     return dict.fromkeys([ALONE], forked_workers[FORKS]) if forked_workers else {}
 
@@ -245,7 +247,7 @@ def forked_alone(forked_workers: dict[str, str]) -> dict[str, str]:
 def run_afresh(
     *arguments: object, cwd: Path | None = None, seconds: float = 200, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments, and these variables besides the caller's, to its end."""
+    """Run Python with these arguments to its end, with these variables added to the caller's."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -258,7 +260,7 @@ def run_afresh(
 
 @pytest.fixture
 def run_python(forked_alone: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run Python with these arguments to its end, as a fork whose imports are done.
+    """Run Python with these arguments to its end, as a fork with finished imports.
 
     For a program that only has to run. A test about a start, an import or an end takes `run_afresh`.
     """
@@ -271,9 +273,9 @@ def run_python(forked_alone: dict[str, str]) -> Callable[..., subprocess.Complet
 
 @pytest.fixture(scope="session")
 def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
-    """The lines that programs print, but for those of torch 2.9's gloo, which says there whom it is connected to.
+    """Return the lines that programs print, without torch 2.9's gloo messages about connections.
 
-    It does so in pieces, between which another process' come.
+    gloo writes them in pieces, and another process's lines may come between these.
     """
     return lambda lines: (line for line in lines if "[Gloo]" not in line and " peer ranks" not in line and line.strip())
 
@@ -284,7 +286,7 @@ def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
 def start_script(
     script: str | Path, *arguments: object, log: Path, variables: Mapping[str, str] | None = None
 ) -> Fork | subprocess.Popen[bytes]:
-    """Start a script as a fork whose imports are done; it prints to the end of `log`.
+    """Start a script as a fork with finished imports. Its output is appended to `log`.
 
     Its folder's helpers, and those of this folder, are imported by name.
     """
@@ -301,7 +303,7 @@ def start_script(
 class ProcessGroup:
     """A script that runs as `world` processes, `script STORE RANK WORLD ARGS…`.
 
-    STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken.
+    STORE is a file at which `init_process_group(init_method="file://STORE")` meets: no port is taken.
 
     Attributes:
         processes: by rank.
@@ -319,22 +321,22 @@ class ProcessGroup:
             raise
 
     def kill(self) -> None:
-        """End all."""
+        """Kill all processes."""
         for process in self.processes:
             process.kill()
             process.wait()
 
     def outputs(self) -> list[str]:
-        """What each process has printed."""
+        """Return each process's output."""
         return [log.read_text() if log.exists() else "" for log in self._logs]
 
 
 @pytest.fixture
 def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
-    """Run a script as a `ProcessGroup` to its end; the processes' outputs, or the failing one's as error.
+    """Run a script as a `ProcessGroup` to its end. Return the processes' outputs, or raise the failing one's.
 
-    No process outlives the call, which fails where all stand still for so many seconds. The processes are forks, whose
-    imports are done; where a start or an end is what a test is about, it starts Python itself.
+    No process outlives the call, which fails if all stand still for this number of seconds. The processes are forks
+    with finished imports. For a test about a start or an end, Python itself is started.
     """
 
     def run(script: str | Path, world: int, *arguments: object, seconds: float = 180) -> list[str]:
@@ -366,7 +368,7 @@ def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def processes_with(mark: str) -> dict[int, Path]:
-    """The processes that were started with `mark` on their command line: process id, and its folder in /proc."""
+    """Return the processes with `mark` on their command line: process id, and its folder in /proc."""
     entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return {int(entry.name): entry for entry in entries if mark in _read(entry / "cmdline")}
 
@@ -378,7 +380,7 @@ class Workers:
     mark: str
 
     def find(self) -> dict[int, tuple[int, dict[str, str]]]:
-        """By rank: process id and environment; without the launcher, and without what has ended."""
+        """Return process id and environment by rank, without the launcher and ended processes."""
         found = {}
         for pid, entry in processes_with(self.mark).items():
             words = _read(entry / "environ").split("\0")
@@ -388,7 +390,7 @@ class Workers:
         return found
 
     def wait_for(self, count: int, launcher: Any = None) -> dict[int, tuple[int, dict[str, str]]]:
-        """All of them, as soon as they are there; or those that are when `launcher` has ended."""
+        """Wait until all exist, or until `launcher` has ended. Return them."""
         deadline = time.monotonic() + BOUND_S
         while len(found := self.find()) < count and (launcher is None or launcher.poll() is None):
             assert time.monotonic() < deadline
@@ -396,7 +398,10 @@ class Workers:
         return found
 
     def finish(self, launcher: subprocess.Popen[str], ports: Iterable[int] = ()) -> str:
-        """Wait for the end, within the bound; no process and no port is left then. What was printed to stderr."""
+        """Wait for the end, within the bound. Check that no process and no port is left.
+
+        Return the launcher's stderr.
+        """
         _, errors = launcher.communicate(timeout=BOUND_S)
         assert self.find() == {}, errors
         assert [port for port in ports if not port_is_free(port)] == []
@@ -404,7 +409,7 @@ class Workers:
 
 
 def _read(file: Path) -> str:
-    """Of a process; "" where it has ended."""
+    """Read a file of a process, or return "" if the process has ended."""
     try:
         return file.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The same training code in plain torch over whole batches, and prepared, over each process' part of them."""
+"""The same training code in plain torch over complete batches, and prepared, over each process's part of them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Plain:
     """Plain torch in one process.
 
     Attributes:
-        world: processes of the group that this one is compared with.
-        ranks: those whose parts of a global batch this process computes.
+        world: number of processes in the group that this process is compared with.
+        ranks: ranks whose parts of a global batch this process computes.
     """
 
     def __init__(self, world: int) -> None:
@@ -40,51 +40,51 @@ class Plain:
         self._window = self._size = self._left = 1
 
     def prepare(self, *objects: Any) -> Any:
-        """The objects themselves, on the device."""
+        """Return the objects themselves, on the device."""
         for module in objects:
             if isinstance(module, nn.Module):
                 module.to(DEVICE)
         return objects if len(objects) > 1 else objects[0]
 
     def free(self, *objects: Any) -> None:
-        """Take back what `prepare` made of them."""
+        """Undo `prepare`."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model as it was before `prepare`."""
+        """Return the model from before `prepare`."""
         return model
 
     def part(self, whole: Tensor) -> Tensor:
-        """What of a global batch is this process'."""
+        """Return this process's part of a global batch."""
         return whole
 
     def share(self, whole: Tensor, rank: int) -> Tensor:
-        """What of a global batch is process `rank`'s."""
+        """Return process `rank`'s part of a global batch."""
         return whole.chunk(self.world)[rank]
 
     def mean_over_ranks(self, loss: Callable[[int], Tensor]) -> Tensor:
-        """The mean of a loss that each process computes of its own share; prepared, this process' own."""
+        """Return the mean of a loss that each process computes of its own part; prepared, this process's own."""
         return torch.stack([loss(rank) for rank in self.ranks]).mean()
 
     def gathered(self, own: dict[int, Tensor], *, with_gradients: bool = False) -> list[Tensor]:
-        """What each process has computed, by its rank."""
+        """Return each process's result, by its rank."""
         return [tensor if with_gradients else tensor.detach() for tensor in own.values()]
 
     def for_metrics(self, value: Tensor) -> Tensor:
-        """The samples of a batch of all processes, once each."""
+        """Return the samples of a batch of all processes, once each."""
         return value
 
     def loader(self, dataset: Any, **options: Any) -> Iterable[Any]:
-        """Batches of the dataset, which together are global ones."""
+        """Yield batches of the dataset, which together are global ones."""
         loader = DataLoader(dataset, batch_size=SIZE, **options)
         return Moved(loader) if ON_GPU else loader
 
     def accumulate_over(self, steps: int) -> None:
-        """How many batches of the loader an optimizer's step is of."""
+        """Set the number of the loader's batches per optimizer step."""
         self._window = steps
 
     @contextmanager
     def accumulate(self, model: nn.Module, index: int = 0, length: int = 0) -> Iterator[None]:
-        """Around what is done with batch `index` of so many; the last window may be shorter."""
+        """Surround the work on batch `index` of `count`. The last window may be shorter."""
         begin = index - index % self._window
         self._size = min(begin + self._window, length) - begin
         self._left = begin + self._size - index
@@ -92,19 +92,19 @@ class Plain:
 
     @property
     def ends_window(self) -> bool:
-        """Whether the coming step changes weights."""
+        """Return whether the coming step changes weights."""
         return self._left == 1
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around a backward whose gradients are not averaged yet."""
+        """Surround a backward whose gradients are not averaged yet."""
         return nullcontext()
 
     def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Around what reads or writes weights."""
+        """Surround reads or writes of weights."""
         return nullcontext()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Gradients of the mean over the global batch."""
+        """Compute gradients of the mean over the global batch."""
         (loss / self._size).backward(**options)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,7 +114,7 @@ class Plain:
             optimizer.zero_grad()
 
     def clip(self, parameters: Any, norm: float) -> Tensor:
-        """The norm of all gradients before they are clipped."""
+        """Clip the gradients and return their norm before clipping."""
         return nn.utils.clip_grad_norm_(parameters, norm)
 
     def clip_values(self, parameters: Any, value: float) -> None:
@@ -122,36 +122,36 @@ class Plain:
         nn.utils.clip_grad_value_(parameters, value)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a number over the processes."""
+        """Return the mean of a number over the processes."""
         return value.detach()
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a number over the processes."""
+        """Return the sum of a number over the processes."""
         return value.detach()
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Copies of all weights."""
+        """Return copies of all weights."""
         return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
     def weights_of(self, **models: nn.Module) -> dict[str, Tensor]:
-        """Those of several models, each under a name."""
+        """Return the weights of several models, each under a name."""
         return {f"{name}.{key}": value for name, model in models.items() for key, value in self.weights(model).items()}
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets."""
+        """Return inputs and targets."""
         generator = torch.Generator().manual_seed(100 + step)
         x = torch.randn(SIZE, FEATURES, generator=generator)
         y = torch.randn(SIZE, OUT, generator=generator)
         return self.part(x.to(DEVICE)), self.part(y.to(DEVICE))
 
     def words(self, step: int, length: int = 6, vocabulary: int = 20) -> Tensor:
-        """Token ids."""
+        """Return token ids."""
         generator = torch.Generator().manual_seed(500 + step)
         return self.part(torch.randint(0, vocabulary, (SIZE, length), generator=generator).to(DEVICE))
 
 
 class Moved:
-    """A loader whose batches are moved to the device."""
+    """A loader that moves its batches to the device."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -167,7 +167,7 @@ class Moved:
 
 
 class Prepared(Plain):
-    """On a path of the package."""
+    """The same code on a path of the package."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(dist.get_world_size())
@@ -175,92 +175,92 @@ class Prepared(Plain):
         self.ranks = [dist.get_rank()]
 
     def prepare(self, *objects: Any) -> Any:
-        """What `Accelerator.prepare` makes of them."""
+        """Prepare the objects with `Accelerator.prepare`."""
         return self.accelerator.prepare(*objects)
 
     def free(self, *objects: Any) -> None:
-        """By the accelerator."""
+        """Free the objects with the accelerator."""
         self.accelerator.free_memory(*objects)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """By the accelerator."""
+        """Unwrap the model with the accelerator."""
         return self.accelerator.unwrap_model(model)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This process' chunk."""
+        """Return this process's chunk."""
         return self.share(whole, dist.get_rank())
 
     def gathered(self, own: dict[int, Tensor], *, with_gradients: bool = False) -> list[Tensor]:
-        """By the accelerator, or where gradients are to come back by torch."""
+        """Gather with the accelerator, or with torch if gradients must come back."""
         (tensor,) = own.values()
         if with_gradients:
             return list(collectives.all_gather(tensor))
         return list(self.accelerator.gather(tensor.detach()).chunk(self.world))
 
     def for_metrics(self, value: Tensor) -> Tensor:
-        """By the accelerator."""
+        """Gather with the accelerator."""
         return self.accelerator.gather_for_metrics(value)
 
     def loader(self, dataset: Any, **options: Any) -> Iterable[Any]:
-        """A prepared one, of this process' parts."""
+        """Return a prepared loader of this process's parts."""
         return self.accelerator.prepare(DataLoader(dataset, batch_size=SIZE // self.world, **options))
 
     def accumulate_over(self, steps: int) -> None:
-        """Told to the accelerator."""
+        """Set the accelerator's accumulation."""
         self.accelerator.gradient_accumulation_steps = steps
 
     def accumulate(self, model: nn.Module, index: int = 0, length: int = 0) -> AbstractContextManager[None]:
-        """The accelerator's."""
+        """Use the accelerator's context."""
         return self.accelerator.accumulate(model)
 
     @property
     def ends_window(self) -> bool:
-        """The accelerator's."""
+        """Return the accelerator's answer."""
         return self.accelerator.sync_gradients
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The accelerator's."""
+        """Use the accelerator's context."""
         return self.accelerator.no_sync(model)
 
     def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """The accelerator's."""
+        """Use the accelerator's context."""
         return self.accelerator.whole_weights(*models)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The accelerator's."""
+        """Run the accelerator's backward."""
         self.accelerator.backward(loss, **options)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """At every batch: inside a window nothing happens."""
+        """Step at every batch: inside a window nothing happens."""
         optimizer.step()
         optimizer.zero_grad()
 
     def clip(self, parameters: Any, norm: float) -> Tensor:
-        """The accelerator's."""
+        """Clip with the accelerator."""
         return self.accelerator.clip_grad_norm_(parameters, norm)
 
     def clip_values(self, parameters: Any, value: float) -> None:
-        """The accelerator's."""
+        """Clamp with the accelerator."""
         self.accelerator.clip_grad_value_(parameters, value)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a number over the processes."""
+        """Return the mean of a number over the processes."""
         return self.total(value) / self.world
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a number over the processes."""
+        """Return the sum of a number over the processes."""
         value = value.detach().clone()
         dist.all_reduce(value)
         return value
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Copies of the whole weights, on every process."""
+        """Return copies of the unpartitioned weights, on every process."""
         return {name: tensor.cpu() for name, tensor in weights(self.accelerator, model).items()}
 
 
 @contextmanager
 def prepared(path: str) -> Iterator[Prepared]:
-    """A loop on `path`, ended in the end."""
+    """Yield a loop on `path`, and end it."""
     with running(path) as accelerator:
         yield Prepared(accelerator)
 
@@ -272,9 +272,9 @@ def assert_trains_as_plain(
 
     Args:
         path: where to train.
-        train: prepares, trains and returns weights, by what it gets.
-        tolerance: how far each tensor may be off, norm-wise.
-        **arguments: those of `running`.
+        train: prepares, trains and returns weights, with the loop that it gets.
+        tolerance: largest relative difference of a tensor, norm-wise.
+        **arguments: arguments of `running`.
     """
     wanted = train(Plain(dist.get_world_size()))
     with running(path, **arguments) as accelerator:
@@ -282,7 +282,7 @@ def assert_trains_as_plain(
 
 
 def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor, norm-wise. Counters and complex numbers are left out."""
+    """Return the largest relative difference of a tensor, norm-wise, without counters and complex numbers."""
     assert got.keys() == wanted.keys(), (sorted(got), sorted(wanted))
     floating = [name for name, tensor in wanted.items() if tensor.is_floating_point()]
     return max(differences({n: got[n] for n in floating}, {n: wanted[n] for n in floating}, least=1e-6).values())
@@ -291,7 +291,7 @@ def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def outcome_of(
     path: str, plain: Callable[[], list[dict[str, Tensor]]], trained: Callable[[Prepared], list[dict[str, Tensor]]]
 ) -> tuple[float | None, str]:
-    """The largest difference from what plain torch gives, or None and the error in which the path ends.
+    """Return the largest difference from plain torch, or None and the error in which the path ends.
 
     Args:
         path: where to train.

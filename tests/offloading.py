@@ -14,13 +14,13 @@ WIDTH = 1024  # tensors below 1 MiB per process never go to NVMe
 
 
 def wide_net() -> nn.Module:
-    """One layer of 4 MiB (fp32) between two thin ones."""
+    """Build one layer of 4 MiB (fp32) between two thin ones."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
 def zero3(folder: Path, **offload: str) -> dict[str, Any]:
-    """Stage 3 with every parameter partitioned; `offload` maps optimizer and param to a device."""
+    """Return stage 3 with every parameter partitioned; `offload` maps optimizer and param to a device."""
     section: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 700_000}
     for what, device in offload.items():
         section[f"offload_{what}"] = {"device": device}
@@ -41,7 +41,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, step: int) -> None:
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """Bytes of this process' files below `folder`, by kind of content."""
+    """Return the bytes of this process's files below `folder`, by kind of content."""
     dist.barrier()
     found: dict[str, int] = {}
     for file in folder.rglob(f"rank{dist.get_rank()}/*"):

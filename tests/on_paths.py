@@ -1,14 +1,15 @@
 """Decorators of tests that run in several processes: `@on_paths("ddp", "zero2")` and `@in_processes(2)`.
 
-pytest collects such a test as any other, once per path: `pytest tests/strategies/test_loop.py::test_name[zero2]` runs
-one. The body does not run in pytest's process. All tests of a folder with the same number of processes share one group
-of processes, in which `group_worker.py` runs their bodies one after the other. A test that is `alone` has a group of
-its own; with `--unpooled SEED` each test has.
+pytest collects each of these tests once per path. For example, `pytest tests/strategies/test_loop.py::test_name[zero2]`
+runs one. The body does not run in pytest's process. All tests of a folder with the same number of processes share one
+group of processes, in which `group_worker.py` runs their bodies one after the other. A test that is `alone` has its own
+group. With `--unpooled SEED` each test has its own group.
 
-A body takes what it needs of: `path`, the name of the path; `rank` and `world`, of its process group; `folder`, an
-empty folder that all processes share; and the arguments of its `pytest.mark.parametrize`: strings, numbers or None.
-A body that takes `store` runs in processes of its own that have no process group yet: `store` is an `init_method` at
-which they can meet. Its processes must exit with 0. Another test can call the body: `test_name.body(…)`.
+A body declares the arguments that it needs: `path`, the name of the path; `rank` and `world`, of its process group;
+`folder`, an empty folder that all processes share; and the arguments of its `pytest.mark.parametrize`: strings, numbers
+or None. A body that takes `store` runs in its own processes, which have no process group yet. `store` is an
+`init_method` at which they can meet. Its processes must exit with 0. Another test can call the body:
+`test_name.body(…)`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def on_paths(
     Args:
         *paths: names of `ALL`, or another one that the test knows. `single` and names that end in `-one-process` run in
             one process, others in two.
-        daily: those of them on which the test runs daily; all, if not given. On others it runs in `make campaign`.
-        processes: the numbers of processes, if they are others.
-        alone: whether the test has processes of its own, because it changes them.
+        daily: the paths on which the test runs daily; by default all. On others it runs in `make campaign`.
+        processes: the numbers of processes, if they differ.
+        alone: whether the test has its own processes, because it changes them.
     """
     every_day = set(paths if daily is None else [daily] if isinstance(daily, str) else daily)
     assert every_day <= set(paths), f"{every_day - set(paths)} are not among the paths"
@@ -77,14 +78,14 @@ def on_rows(
 
     Args:
         names: the arguments of the test in the rows, after `path` and `world`.
-        rows: of `pytest.param(path, world, *arguments)`, by `row`.
-        alone: whether each row has processes of its own.
+        rows: each a `pytest.param(path, world, *arguments)` that `row` returns.
+        alone: whether each row has its own processes.
     """
     return lambda body: _grouped(body, rows, names, alone=alone)
 
 
 def row(path: str, world: int, *arguments: str | float | None, daily: bool) -> Any:
-    """A row of `on_rows`: a path or "", a number of processes, the test's arguments, and whether it runs daily."""
+    """Return a row of `on_rows`: a path or "", the number of processes, the arguments, and whether the row is daily."""
     if not path:
         name = "-".join(map(str, (f"{world}-processes", *arguments)))
     else:
@@ -97,7 +98,7 @@ def row(path: str, world: int, *arguments: str | float | None, daily: bool) -> A
 def _grouped(
     body: Callable[..., None], rows: Iterable[Any], given: Sequence[str] = (), *, alone: bool = False
 ) -> Callable[..., None]:
-    """The test that pytest collects in place of `body`."""
+    """Return the test that pytest collects instead of `body`."""
 
     def test(run_in_group: Callable[[], None], **_: Any) -> None:
         run_in_group()
@@ -125,14 +126,14 @@ def _grouped(
 
 
 def group_of(item: pytest.Item) -> tuple[str, int] | None:
-    """The folder and the number of processes of the group that runs a test; None for a test that shares no group."""
+    """Return the folder and the number of processes of a test's group, or None for a test that shares no group."""
     if getattr(getattr(item, "function", None), "is_alone", True):
         return None
     return item.path.parent.name, item.callspec.params["world"]  # type: ignore[attr-defined]
 
 
 def request_of(item: Any) -> dict[str, Any]:
-    """What `group_worker.py` reads to run the test."""
+    """Return the request for the test that `group_worker.py` reads."""
     parameters = inspect.signature(item.function.body).parameters
     given = item.callspec.params
     return {
@@ -145,9 +146,9 @@ def request_of(item: Any) -> dict[str, Any]:
 
 
 def run_here(script: Path, world: int, requests: Path, folder: Path) -> list[str]:
-    """Run a test with process 0 in this process, so that `breakpoint()` in its body stops here.
+    """Run a test with process 0 in this process, so `breakpoint()` in its body stops here.
 
-    The processes wait for an hour in a collective. The others ignore breakpoints. What they print is returned after "".
+    The other processes ignore breakpoints and wait up to an hour in a collective. Their output is returned after "".
     """
     import group_worker
     from launching import start_script, wait_for_ends
@@ -184,8 +185,8 @@ class Groups:
             item: the test.
             together: the tests of its group.
             folder: an empty folder, for a new group.
-            start: runs a script in several processes, and returns what each has printed.
-            key: what names the group.
+            start: runs a script in several processes, and returns each one's output.
+            key: name of the group.
         """
         world = item.callspec.params["world"]
         if key not in self._outcomes:
@@ -207,5 +208,5 @@ class Groups:
 
 
 def printed_by(output: str, name: str) -> str:
-    """What a test has printed, and its traceback, out of all that a process of its group has printed."""
+    """Return a test's output and traceback from all output of a process of its group."""
     return output.partition(f"=== {name}\n")[2].partition("\n=== ")[0]

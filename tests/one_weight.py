@@ -13,7 +13,7 @@ from zero_plugin.strategies.torch_strategies import GUARDS
 
 
 class Loop:
-    """One weight of 1.0 on one device, with the window and the session that the facade would give it."""
+    """One weight of 1.0 on one device, with the window and the session that the facade would pass."""
 
     def __init__(self, steps: int = 1, lr: float = 0.5) -> None:
         self.weight = torch.nn.Linear(1, 1, bias=False)

@@ -1,4 +1,4 @@
-"""The paths that checks run on, and what they train there."""
+"""The paths that checks run on, and the models that they train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAIR = ("ddp", *ZERO)
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """The messages that this process logs inside; process 0 logs what is the same on all."""
+    """Record the messages that this process logs inside; process 0 logs those that are the same on all."""
     messages: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("zero_plugin")
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def listening() -> Iterator[list[str]]:
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that are read from the device, each of which waits for it."""
+    """A counter of the numbers read from the device. Each read waits for the device."""
 
     count = 0
 
@@ -57,7 +57,7 @@ class Reads(TorchDispatchMode):
 
 
 def is_zero(path: str) -> bool:
-    """Whether an engine runs it."""
+    """Return whether an engine runs the path."""
     return path.startswith("zero")
 
 
@@ -69,14 +69,14 @@ def start(
     checks: str = "all",
     **arguments: Any,
 ) -> Accelerator:
-    """An Accelerator on `path`.
+    """Create an Accelerator on `path`.
 
     Args:
-        path: one of those above.
+        path: one of the paths above.
         deepspeed: merged into the DeepSpeed part of the configuration.
         counts: `scheduler_counts`.
-        checks: as in a launch config.
-        **arguments: Accelerator's.
+        checks: the key of a launch config.
+        **arguments: arguments of `Accelerator`.
     """
     section = {**({"zero_optimization": (ZERO | FURTHER)[path]} if is_zero(path) else {}), **(deepspeed or {})}
     kind = distributed_type(path)
@@ -87,7 +87,7 @@ def start(
 
 @contextmanager
 def running(path: str, **arguments: Any) -> Iterator[Accelerator]:
-    """What `start` makes, ended in the end."""
+    """Yield `start`'s Accelerator, and end it."""
     accelerator = start(path, **arguments)
     try:
         yield accelerator
@@ -96,46 +96,46 @@ def running(path: str, **arguments: Any) -> Iterator[Accelerator]:
 
 
 def make_net() -> nn.Module:
-    """A small model with the same weights everywhere: [batch, 8] → [batch, 4]."""
+    """Build a small model with the same weights everywhere: [batch, 8] → [batch, 4]."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(DEVICE)
 
 
 def net_and_sgd(**options: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The small model and its SGD."""
+    """Build the small model and its SGD."""
     net = make_net()
     return net, torch.optim.SGD(net.parameters(), lr=0.1, **options)
 
 
 def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of all processes together."""
+    """Return inputs and targets of all processes together."""
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(size, 8, generator=generator, device="cpu")
     return x.to(DEVICE), torch.randn(size, 4, generator=generator, device="cpu").to(DEVICE)
 
 
 def own_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    """This process' part of `global_batch`."""
+    """Return this process's part of `global_batch`."""
     world, rank = dist.get_world_size(), dist.get_rank()
     x, y = global_batch(step, size)
     return x.chunk(world)[rank], y.chunk(world)[rank]
 
 
 def loss_of(model: Any, batch: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
-    """Mean squared error in fp32."""
+    """Return the mean squared error in fp32."""
     x, y = batch
     return (scale * (model(x).float() - y)).square().mean()
 
 
 def prepare_net(accelerator: Accelerator) -> tuple[Any, Any]:
-    """The small model and its AdamW, prepared."""
+    """Prepare the small model and its AdamW."""
     net = make_net()
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     return model, optimizer
 
 
 def take_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> float:
-    """One step; the loss over all processes."""
+    """Take one step, and return the loss over all processes."""
     loss = loss_of(model, batch)
     accelerator.backward(loss)
     optimizer.step()
@@ -144,7 +144,7 @@ def take_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: tuple
 
 
 def take_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Iterable[int]) -> None:
-    """A step for each of these batches, of which this process has its part."""
+    """Take a step for each of these batches, on this process's part."""
     for batch in batches:
         accelerator.backward(loss_of(model, own_batch(batch)))
         optimizer.step()
@@ -152,7 +152,7 @@ def take_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: It
 
 
 def take_plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[int]) -> None:
-    """The same in plain torch, over the batches of all processes."""
+    """Take the same steps in plain torch, over the batches of all processes."""
     for batch in batches:
         loss_of(model, global_batch(batch)).backward()
         optimizer.step()
@@ -160,7 +160,7 @@ def take_plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches
 
 
 def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights, on every process."""
+    """Return copies of the unpartitioned weights, on every process."""
     state = [accelerator.get_state_dict(model)]
     dist.broadcast_object_list(state)
     assert state[0] is not None
@@ -168,18 +168,18 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Whether two models are bitwise equal."""
+    """Return whether two models are bitwise equal."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-4) -> None:
-    """Every tensor within `tolerance` of the wanted one, norm-wise."""
+    """Check that every tensor is within `tolerance` of the wanted one, norm-wise."""
     for name, off in differences(got, wanted).items():
         assert off < tolerance, f"{name}: off by {off:.2e}"
 
 
 def differences(got: dict[str, Tensor], wanted: dict[str, Tensor], *, least: float = 1e-8) -> dict[str, float]:
-    """The relative difference of each tensor, norm-wise; tensors whose norm is below `least` are compared to that."""
+    """Return each tensor's relative norm-wise difference, relative to `least` if the tensor's norm is smaller."""
     assert got.keys() == wanted.keys(), (sorted(got), sorted(wanted))
     return {
         name: float((got[name].cpu().float() - tensor.cpu().float()).norm() / tensor.float().norm().clamp_min(least))
@@ -188,7 +188,7 @@ def differences(got: dict[str, Tensor], wanted: dict[str, Tensor], *, least: flo
 
 
 def assert_numbers(what: str, got: list[Any], wanted: list[Any], tolerance: float = 1e-5) -> None:
-    """As many numbers, or rows of numbers, and each within `tolerance` of the wanted one.
+    """Check that numbers, or rows of them, have the wanted count and values within `tolerance`.
 
     Infinities equal each other, NaNs differ.
     """
@@ -202,12 +202,12 @@ def assert_numbers(what: str, got: list[Any], wanted: list[Any], tolerance: floa
 
 
 def tolerance_of(*paths: str, half: bool = False, exact: float = 1e-5) -> float:
-    """The relative difference of losses and weights that a path may have from plain torch.
+    """Return the relative difference of losses and weights that a path may have from plain torch.
 
     Args:
-        *paths: those that have trained.
-        half: whether it is in 16 bits.
-        exact: in fp32 without offload. There DeepSpeed's own kernels compute the update.
+        *paths: the paths that have trained.
+        half: whether they train in 16 bits.
+        exact: the tolerance in fp32 without offload. With offload DeepSpeed's own kernels compute the update.
     """
     if half:
         return 1e-2
@@ -215,7 +215,7 @@ def tolerance_of(*paths: str, half: bool = False, exact: float = 1e-5) -> float:
 
 
 def raised(kind: type[Exception], *words: str, by: Callable[[], Any]) -> None:
-    """`by` raises `kind` with all `words` in its message."""
+    """Check that `by` raises `kind` with all `words` in its message."""
     with pytest.raises(kind) as caught:
         by()
     missing = [word for word in words if word not in str(caught.value)]

@@ -1,4 +1,4 @@
-"""Tiny transformers models, how they are trained plainly and on a path, and how the two are compared."""
+"""Tiny transformers models, their training in plain torch and on a path, and the comparison of the two."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROUTED: dict[str, Any] = {
 
 
 def gpt2() -> nn.Module:
-    """Tied embeddings."""
+    """Build a model with tied embeddings."""
     config = GPT2Config(
         n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
@@ -46,7 +46,7 @@ def gpt2() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """Tied embeddings with a bias of their own."""
+    """Build a model with tied embeddings and their own bias."""
     return BertForMaskedLM(
         BertConfig(
             num_hidden_layers=2,
@@ -62,7 +62,7 @@ def bert() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Encoder and decoder that share their embeddings."""
+    """Build an encoder and a decoder that share their embeddings."""
     return T5ForConditionalGeneration(
         T5Config(
             num_layers=2,
@@ -78,12 +78,12 @@ def t5() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Experts in one stacked tensor, stored one by one."""
+    """Build experts in one stacked tensor, stored one by one."""
     return MixtralForCausalLM(MixtralConfig(num_local_experts=4, **_ROUTED))
 
 
 def qwen2_moe() -> nn.Module:
-    """Routed experts beside a shared one."""
+    """Build routed experts next to a shared one."""
     config = Qwen2MoeConfig(
         moe_intermediate_size=24, shared_expert_intermediate_size=24, num_experts=4, num_experts_per_tok=2, **_ROUTED
     )
@@ -91,13 +91,13 @@ def qwen2_moe() -> nn.Module:
 
 
 def build(make: Callable[[], Any]) -> Any:
-    """The same weights everywhere."""
+    """Build the same weights everywhere."""
     torch.manual_seed(3)
     return make()
 
 
 def stored(make: Callable[[], Any], folder: Path) -> Path:
-    """A folder with that model, written by transformers itself on process 0."""
+    """Return a folder with that model, written by transformers itself on process 0."""
     if dist.get_rank() == 0:
         build(make).save_pretrained(folder)
     dist.barrier()
@@ -105,18 +105,18 @@ def stored(make: Callable[[], Any], folder: Path) -> Path:
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    """Momentum shows a step that was lost; Adam would make much of gradients that are nothing but rounding."""
+    """Build SGD with momentum, which shows a lost step. Adam would amplify gradients of pure rounding."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
 def global_tokens(step: int) -> dict[str, Tensor]:
-    """Token ids and labels of all processes, [4, 8]."""
+    """Return token ids and labels of all processes, [4, 8]."""
     ids = torch.randint(2, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def train_plain(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
-    """Losses of a plain torch loop on one process."""
+    """Return the losses of a plain torch loop on one process."""
     losses = []
     for step in range(steps):
         loss = model(**global_tokens(step)).loss
@@ -128,7 +128,7 @@ def train_plain(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, steps: int = 3) -> list[float]:
-    """Losses of all processes together of the same loop on a path."""
+    """Return the losses of all processes together of the same loop on a path."""
     losses = []
     for step in range(steps):
         own = {name: ids.chunk(dist.get_world_size())[dist.get_rank()] for name, ids in global_tokens(step).items()}
@@ -141,12 +141,15 @@ def train(accelerator: Any, model: Any, optimizer: Any, steps: int = 3) -> list[
 
 
 def assert_losses(got: list[float], wanted: list[float]) -> None:
-    """Equal within the tolerance of fp32."""
+    """Check that losses are equal within the tolerance of fp32."""
     assert_numbers("losses", got, wanted)
 
 
 def assert_trains_alike(accelerator: Any, model: Any, reference: Any) -> Any:
-    """Three steps on the path and three of plain torch give the same losses and weights; the prepared model."""
+    """Check that three steps give the same losses and weights on the path and in plain torch.
+
+    Return the prepared model.
+    """
     wanted = train_plain(reference, sgd(reference))
     model, optimizer = accelerator.prepare(model, sgd(model))
     assert_losses(train(accelerator, model, optimizer), wanted)
@@ -155,7 +158,7 @@ def assert_trains_alike(accelerator: Any, model: Any, reference: Any) -> Any:
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether no parameter is whole; never a part of them only."""
+    """Return whether no parameter is unpartitioned. Fail if only some are."""
     found: list[Any] = list(model.parameters())  # inside `init_model` they have their true numel()
     partitioned = {hasattr(p, "ds_id") and p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in found}
     assert len(partitioned) == 1, "some parameters are partitioned, some are not"
@@ -163,7 +166,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters of a partitioned model, on every process."""
+    """Return copies of all parameters of a partitioned model, on every process."""
     from deepspeed import zero
 
     with zero.GatheredParameters(list(model.parameters())):

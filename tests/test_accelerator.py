@@ -1,4 +1,4 @@
-"""The facade: where its configuration comes from, what it refuses before anything runs, and what it says."""
+"""The facade: the source of its configuration, its refusals before anything runs, and its messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def run_script(
 def test_where_the_configuration_comes_from(
     run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Nothing, a dict, a YAML, a DeepSpeed JSON; arguments fill what is open, and a contradiction lists every pair."""
+    """Nothing, a dict, a YAML or a DeepSpeed JSON works. Arguments fill open values.
+
+    A contradiction lists every pair.
+    """
     (tmp_path / "launch.yaml").write_text(
         "use_cpu: true\nmixed_precision: bf16\ndeepspeed_config: {gradient_accumulation_steps: 3}\n"
     )
@@ -99,7 +102,7 @@ for stage in (2, None, 3):
 
 
 def test_half_a_process_group_is_an_error(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """RANK without its companions would be N runs of one process: an error that names what is missing."""
+    """RANK alone would be N runs of one process. The error names the missing variables."""
     done = run_script("Accelerator()", RANK="0", MASTER_ADDR="localhost")
     assert done.returncode == 1
     assert "LaunchError" in done.stderr
@@ -108,8 +111,9 @@ def test_half_a_process_group_is_an_error(run_script: Callable[..., subprocess.C
 
 
 def test_problems_are_found_at_prepare(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """What only the loop can tell is refused together, and the same Accelerator then prepares what is right."""
-    done = run_script("""
+    """Values that depend on the loop are refused together. The same Accelerator then prepares right ones."""
+    done = run_script(
+        """
 config = {
     "use_cpu": True,
     "deepspeed_config": {
@@ -131,13 +135,15 @@ optimizer.step()
 scheduler.step()
 assert type(optimizer.optimizer) is torch.optim.AdamW
 print("all")
-""")
+""",
+        ZERO_PLUGIN_VERBOSE="1",
+    )
     assert done.stdout.endswith("all\n"), done.stderr
     assert "WarmupDecayLR: learning rate" in done.stderr
 
 
 def test_pickled_it_is_the_newest_one(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """What holds an Accelerator can be pickled, and gets that of the process in which it is read."""
+    """An object with an Accelerator can be pickled. When loaded it gets that process's own Accelerator."""
     done = run_script("""
 import pickle
 accelerator = Accelerator(cpu=True)
@@ -152,7 +158,7 @@ with pytest.raises(LoopError, match="none exists"):
 
 
 def test_a_program_that_a_group_of_one_starts(lines_of: Callable[..., Iterator[str]]) -> None:
-    """It inherits the variables that DeepSpeed wants of a single process, and is a run of its own."""
+    """It inherits the variables that DeepSpeed requires of a single process, and is a separate run."""
     code = "from zero_plugin import Accelerator; a = Accelerator(cpu=True); print(a.num_processes); a.end_training()"
     accelerator = Accelerator(cpu=True)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
@@ -161,7 +167,7 @@ def test_a_program_that_a_group_of_one_starts(lines_of: Callable[..., Iterator[s
 
 
 def test_what_to_do_about_a_key_without_meaning(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """The run says it too, not `check` alone: what Accelerate passed on to a cloud's command line is to be typed."""
+    """The run says it too, not only `check`: the options that Accelerate passes to a cloud's command line."""
     done = run_script("Accelerator(config={'use_cpu': 'yes', 'tpu_name': 'pod-1'})")
     assert done.returncode == 0, done.stderr
     assert 'tpu_name = "pod-1": has no meaning here' in done.stderr

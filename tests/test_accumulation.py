@@ -1,4 +1,4 @@
-"""The accumulation window: when a step acts and what a loss is divided by."""
+"""The accumulation window: when a step acts, and the divisor of a loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_plugin.loop.window import Window
 
 @dataclass
 class FakeEpoch:
-    """An epoch of `length` batches; `known` tells whether it knows its length."""
+    """An epoch of `length` batches. `known` is whether its length is known."""
 
     length: int
     known: bool = True
@@ -35,7 +35,7 @@ class FakeEpoch:
         self.progress = LoaderProgress(running=self._running)
 
     def begin(self) -> None:
-        """Begin again; a loop that did not come to its end is left."""
+        """Begin again. A loop that did not finish is left."""
         self._running.leave(self)
         self._running.enter(self)
 
@@ -53,7 +53,7 @@ class FakeEpoch:
 
 
 def step(window: Window) -> float:
-    """The optimizer's step: the correction of the applied gradients; 0 inside a window."""
+    """Step the optimizer. Return the correction of the applied gradients, or 0 inside a window."""
     if not window.count_step():
         return 0.0
     correction = window.own.correction
@@ -63,7 +63,7 @@ def step(window: Window) -> float:
 
 
 def run_epoch(steps: int, length: int, *, known: bool, context: bool) -> list[tuple[list[int], float]]:
-    """Per applied step: the divisors of its micro-batches, and the correction."""
+    """Return, per applied step, the divisors of its micro-batches, and the correction."""
     epoch = FakeEpoch(length, known)
     window = Window(steps, progress=epoch.progress)
     epoch.begin()
@@ -99,7 +99,10 @@ def test_gradients_are_averaged_over_the_true_window(steps: int, length: int, kn
 
 
 def run_fetched(steps: int, length: int, *, known: bool, context: bool, epochs: int) -> list[list[tuple[int, float]]]:
-    """As `run_epoch`, per epoch the size and the true divisor of each window, fetching `steps` batches at a time."""
+    """Run like `run_epoch`, fetching `steps` batches at a time.
+
+    Return each window's size and true divisor per epoch.
+    """
     epoch = FakeEpoch(length, known)
     window = Window(steps, progress=epoch.progress)
     applied: list[list[tuple[int, float]]] = []
@@ -133,7 +136,7 @@ def run_fetched(steps: int, length: int, *, known: bool, context: bool, epochs: 
     ("length", "sizes"), [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 4, 1]), (4, [4]), (3, [3]), (1, [1])]
 )
 def test_a_window_fetched_before_it_is_computed(length: int, sizes: list[int], known: bool) -> None:
-    """Batches are fetched four at a time, computed, and stepped once, by hand: each window is that of the loop."""
+    """Batches are fetched four at a time, computed, and stepped once, by hand. Each window is that of the loop."""
     expected = [(size, float(size)) for size in sizes]
     assert run_fetched(4, length, known=known, context=False, epochs=3) == [expected] * 3
 
@@ -141,13 +144,13 @@ def test_a_window_fetched_before_it_is_computed(length: int, sizes: list[int], k
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("length", "sizes"), [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 4, 1])])
 def test_a_window_fetched_before_accumulate(length: int, sizes: list[int], known: bool) -> None:
-    """The same under accumulate(), where the end of the data was fetched does not end the window of each batch."""
+    """Under accumulate(), a batch fetched at the end of the data does not end each batch's window."""
     expected = [(size, float(size)) for size in sizes]
     assert run_fetched(4, length, known=known, context=True, epochs=3) == [expected] * 3
 
 
 def test_gradients_dropped_in_a_fetched_window() -> None:
-    """zero_grad() inside accumulate() opens the window anew and takes no further batch from those that are fetched."""
+    """zero_grad() inside accumulate() starts a new window, which takes no further batch of the fetched ones."""
     epoch = FakeEpoch(8)
     window = Window(4, progress=epoch.progress)
     epoch.begin()
@@ -167,7 +170,10 @@ def test_gradients_dropped_in_a_fetched_window() -> None:
 @pytest.mark.parametrize("context", [True, False])
 @pytest.mark.parametrize("left_out", [{1}, {8}, {0, 4, 5}, {6, 7, 8}])
 def test_batches_that_the_loop_leaves_out(left_out: set[int], context: bool, known: bool) -> None:
-    """`continue` on a bad batch is no fetching ahead: the epoch's last batch ends the window, of what it had."""
+    """`continue` on a bad batch is no prefetching.
+
+    The epoch's last batch ends the window with its present gradients.
+    """
     epoch = FakeEpoch(10, known)
     window = Window(4, progress=epoch.progress)
     for _ in range(2):
@@ -209,7 +215,7 @@ def cycled(loader: DataLoader) -> Iterator[int]:
 
 
 def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int]:
-    """Micro-batches of each window, one for each of `batches`; each is averaged over its own size."""
+    """Return the micro-batches of each window, one for each of `batches`. Each is averaged over its own size."""
     window = Window(steps, progress=LoaderProgress())
     sizes, divisors = [], []
     for _ in batches:
@@ -232,7 +238,7 @@ def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int
 @pytest.mark.parametrize("context", [True, False])
 @pytest.mark.parametrize(("in_turn", "sizes"), [(True, [4, 4]), (False, [4, 1, 4, 3])])
 def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: bool) -> None:
-    """One loader after the other: the end of either's data ends a window; batches of both in turn: the longer one's."""
+    """With one loader after the other, either end ends a window. With both in turn, the longer one's end does."""
 
     def batches() -> Iterator[Any]:
         first, second = iter(loader_of(5)), iter(loader_of(7))
@@ -246,7 +252,7 @@ def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: 
 
 @pytest.mark.parametrize("context", [True, False])
 def test_a_short_loader_that_is_cycled_ends_no_window(context: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside a long one, in every way of cycling and whichever is asked first; a line says whose end counts."""
+    """It ends none next to a long one, however it cycles and in any order. A line says which loader's end counts."""
 
     def by_hand(long: DataLoader, short: DataLoader) -> Iterator[Any]:
         iterator = iter(short)
@@ -278,7 +284,7 @@ def test_a_short_loader_that_is_cycled_ends_no_window(context: bool, capsys: pyt
 
 @pytest.mark.parametrize("context", [True, False])
 def test_loops_inside_loops_and_windows(context: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """An evaluation in mid-window ends none; of a loop around another one, the inner one's end does."""
+    """An evaluation in mid-window ends none. The inner of two nested loops does."""
 
     def evaluating() -> Iterator[int]:
         evaluation, kept = loader_of(20), []
@@ -287,7 +293,7 @@ def test_loops_inside_loops_and_windows(context: bool, capsys: pytest.CaptureFix
             if batch == 1:
                 list(evaluation)
                 kept.append(iter(evaluation))
-                next(kept[0])  # and one that the loop left, but holds on to
+                next(kept[0])  # and one that the loop left, but still references
 
     assert windows_of(evaluating(), steps=4, context=context) == [4, 4, 2]
     nested = ((task, batch) for inner in [loader_of(5)] for task in loader_of(7) for batch in inner)
@@ -295,7 +301,7 @@ def test_loops_inside_loops_and_windows(context: bool, capsys: pytest.CaptureFix
 
 
 def by_hand(loader: DataLoader, backwards: Callable[[Window], None], steps: int = 2) -> Window:
-    """A loop that calls `backwards` for each batch, and steps after it."""
+    """Run a loop that calls `backwards` for each batch, and steps after it."""
     window = Window(steps, progress=LoaderProgress())
     for _ in loader:
         backwards(window)
@@ -304,7 +310,7 @@ def by_hand(loader: DataLoader, backwards: Callable[[Window], None], steps: int 
 
 
 def test_two_backwards_in_one_batch_are_ambiguous() -> None:
-    """By hand, with accumulation, in a loop over a prepared loader: the error names both readings, at the second."""
+    """With accumulation by hand over a prepared loader, the error names both readings, at the second backward."""
     seen: list[int] = []
 
     def two_losses(window: Window) -> None:
@@ -332,7 +338,7 @@ def test_two_backwards_in_one_batch_are_ambiguous() -> None:
 
 
 def test_a_batch_may_be_computed_again_after_its_gradients_were_dropped() -> None:
-    """As a loop does that meets a loss that is not finite, or that has run out of memory."""
+    """A loop may do this after a loss that is not finite, or after it has run out of memory."""
 
     def again(window: Window) -> None:
         window.count_backward()
@@ -344,7 +350,7 @@ def test_a_batch_may_be_computed_again_after_its_gradients_were_dropped() -> Non
 
 
 def test_two_backwards_after_batches_that_were_left_out() -> None:
-    """What a jump of the loader leaves open, whether the loop fetches ahead, is known one batch later."""
+    """One batch later it is known whether a jump of the loader means prefetching."""
     window = Window(4, progress=LoaderProgress())
     loader = iter(loader_of(9))
     for _ in range(5):
@@ -358,7 +364,7 @@ def test_two_backwards_after_batches_that_were_left_out() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(stream: bool) -> None:
-    """One backward for each batch that was fetched, whenever; also by a loop that fetches one batch ahead."""
+    """One backward for each fetched batch is fine at any time, also in a loop that fetches one batch ahead."""
     for fetched in (1, 2, 4):
         progress = LoaderProgress()
         window = Window(4, progress=progress)
@@ -383,7 +389,7 @@ def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(str
 
 
 def test_without_a_loader_windows_are_of_the_given_size() -> None:
-    """A loop over anything else than a prepared loader accumulates `steps` micro-batches."""
+    """A loop over anything except a prepared loader accumulates `steps` micro-batches."""
     window = Window(3)
     acts = []
     for _ in range(7):
@@ -393,7 +399,7 @@ def test_without_a_loader_windows_are_of_the_given_size() -> None:
 
 
 def test_several_backwards_and_one_step_without_accumulation() -> None:
-    """With gradient_accumulation_steps 1, a hand-written loop may add up as many backwards as it likes."""
+    """With gradient_accumulation_steps 1, a hand-written loop may add up any number of backwards."""
     window = Window(1)
     for _ in range(3):
         window.count_backward()
@@ -402,7 +408,7 @@ def test_several_backwards_and_one_step_without_accumulation() -> None:
 
 
 def test_step_at_every_window_by_hand() -> None:
-    """`if (i + 1) % n == 0: step()` is understood as well as a step after each micro-batch."""
+    """`if (i + 1) % n == 0: step()` works, and so does a step after each micro-batch."""
     window = Window(4)
     for _ in range(3):
         for _ in range(4):
@@ -411,7 +417,7 @@ def test_step_at_every_window_by_hand() -> None:
 
 
 def test_a_step_at_another_cadence_is_an_error() -> None:
-    """Stepping every two backwards with gradient_accumulation_steps 4 cannot be what was meant."""
+    """Stepping every two backwards contradicts gradient_accumulation_steps 4."""
     window = Window(4)
     window.count_backward()
     window.count_backward()
@@ -444,7 +450,7 @@ def test_no_step_at_the_end_of_an_epoch() -> None:
 
 
 def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
-    """After whole windows, without a running loader, the advice is to prepare it."""
+    """After complete windows, without a running loader, the advice is to prepare the loader."""
     window = Window(4)
     for _ in range(4):
         window.count_backward()
@@ -456,7 +462,7 @@ def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
 
 
 def test_a_window_goes_on_over_a_break(capfd: pytest.CaptureFixture[str]) -> None:
-    """An epoch that is left inside a window: its gradients count in the next one, and that is said once."""
+    """After a `break` inside a window, the gradients count in the next epoch, which is logged once."""
     epoch = FakeEpoch(10)
     window = Window(4, progress=epoch.progress)
     acts = []
@@ -479,7 +485,7 @@ def test_entering_accumulate_twice_is_an_error() -> None:
 
 
 def test_step_after_the_context_acts_on_its_boundary() -> None:
-    """optimizer.step() may stand after the `with accumulate` block."""
+    """optimizer.step() may come after the `with accumulate` block."""
     window = Window(2)
     acts = []
     for _ in range(4):
@@ -491,7 +497,7 @@ def test_step_after_the_context_acts_on_its_boundary() -> None:
 
 
 def test_two_optimizers_step_at_one_boundary() -> None:
-    """A second optimizer's step in the same batch acts as the first one's did."""
+    """A second optimizer's step in the same batch acts like the first one's."""
     window = Window(2)
     window.enter_batch()
     window.count_backward()
@@ -507,7 +513,7 @@ def test_two_optimizers_step_at_one_boundary() -> None:
 
 
 def test_zero_grad_drops_only_between_backward_and_step() -> None:
-    """First in the loop or after a step it means nothing; between backward and step it drops."""
+    """Before a backward or after a step it has no effect. Between backward and step it drops."""
     window = Window(1)
     assert not window.dropping_is_meant
     window.count_backward()
@@ -520,7 +526,7 @@ def test_zero_grad_drops_only_between_backward_and_step() -> None:
 
 
 def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> None:
-    """Not those of another model's loss, nor dropped ones: there a checkpoint lacks nothing."""
+    """Gradients of another model's loss, or dropped ones, are not held: there a checkpoint is complete."""
     window = Window(2)
     assert not window.holds_gradients
     with window:
@@ -542,7 +548,7 @@ def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> N
 
 @pytest.mark.parametrize("decides", [False, True])
 def test_what_is_gone_on_from_elsewhere_begins_a_window(decides: bool) -> None:
-    """Wherever the loop stood, also where it tells the window's end itself: the same as before the first batch."""
+    """Wherever the loop was, also if it sets the window's end itself, it is the same as before the first batch."""
     window = Window(3)
     window.count_backward()
     if decides:
@@ -564,7 +570,7 @@ def test_zero_grad_never_drops_inside_accumulate() -> None:
 
 
 def train(accelerator: Accelerator, fetched: int) -> dict[str, torch.Tensor]:
-    """The weights after two epochs of ten batches, `fetched` of which are taken at a time, with a step after each."""
+    """Return the weights after two epochs of ten batches, `fetched` at a time, with a step after each."""
     torch.manual_seed(0)
     inputs = torch.randn(20 * accelerator.num_processes, 3)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -584,7 +590,7 @@ def train(accelerator: Accelerator, fetched: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_backward_after_clipping_without_the_model() -> None:
-    """An optimizer whose model is not prepared: the gradients add up, as in plain torch; in a shorter window not."""
+    """Gradients of an unprepared model's optimizer add up, as in plain torch, except in a shorter window."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -608,7 +614,7 @@ def test_a_backward_after_clipping_without_the_model() -> None:
 
 
 def test_optimizers_without_models_whose_windows_differ() -> None:
-    """One has dropped its gradients inside a window: each step has the mean of its own micro-batches all the same."""
+    """If one has dropped its gradients inside a window, each step still has the mean of its own micro-batches."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     sgds = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
@@ -643,7 +649,7 @@ def main(store: str, rank: str, world: str, stage: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", ["none", "2"])
 def test_fetched_windows_train_the_same(run_processes, stage: str) -> None:
-    """Four batches at a time give the weights of an ordinary loop, under DDP and ZeRO, with a shorter window."""
+    """Four batches at a time give an ordinary loop's weights, under DDP and ZeRO, with a shorter window."""
     run_processes(__file__, 2, stage)
 
 

@@ -1,6 +1,6 @@
 """docs/architecture.md names the files of five walks through the package, in the order in which they are entered.
 
-`python tests/test_architecture.py` writes the walks anew.
+`python tests/test_architecture.py` rewrites the walks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = ROOT / "zero_plugin"
 DOCUMENT = ROOT / "docs" / "architecture.md"
 _IN_WALK = re.compile(r"\d+\. `|   ")
 
-# Notes the files of the package in the order in which their functions are first called, in the script's own thread.
+# Record the package's files in the order of their functions' first calls, in the script's own thread.
 _NOTE = """
 import json, os, sys
 package, entered = os.environ["PACKAGE"] + os.sep, {}
@@ -80,7 +80,7 @@ def run():
 name = sys.argv.pop(1)
 walk(name, run)
 """
-# By the title of each walk: its name, the program that is traced, and the program's arguments.
+# By the title of each walk: its name, the traced program, and the program's arguments.
 WALKS = {
     "A config key to the engine": ("key", _TRAINING, ["key"]),
     "A batch through a step": ("step", _TRAINING, ["zero2"]),
@@ -92,7 +92,7 @@ WALKS = {
 
 @functools.cache
 def _walks_of(program: str, *arguments: str) -> dict[str, list[str]]:
-    """The files of each walk of a program."""
+    """Return the files of each walk of a program."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         script = folder / "walk.py"
@@ -101,7 +101,7 @@ def _walks_of(program: str, *arguments: str) -> dict[str, list[str]]:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CXX")}
         environment |= {"PACKAGE": str(PACKAGE), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "startup")))}
-        environment["HF_HOME"] = made  # where a default config is looked for
+        environment["HF_HOME"] = made  # the folder of a default config
         done = subprocess.run(
             [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=folder, env=environment
         )
@@ -116,7 +116,7 @@ def _trace(title: str) -> list[str]:
 
 
 def _lines(files: list[str]) -> list[str]:
-    """The files, those of one room that follow each other in one line."""
+    """Return the files as lines. Adjacent files of one room share a line."""
     rooms = groupby(files, key=lambda file: file.rpartition("/")[0])
     lines = []
     for number, (room, entered) in enumerate(rooms, 1):
@@ -136,12 +136,12 @@ def _documented(title: str) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", WALKS)
 def test_walk(title: str) -> None:
-    """The files of the walk are those that it enters, in this order."""
+    """The walk's files are the entered ones, in this order."""
     assert _documented(title) == _lines(_trace(title))
 
 
 def main() -> None:
-    """Write the walks anew."""
+    """Rewrite the walks."""
     text = DOCUMENT.read_text()
     for title in WALKS:
         lines = _lines(_trace(title))

@@ -1,4 +1,4 @@
-"""The arguments of `Accelerator`: each is laid over the document, kept for whoever reads it, or refused by name."""
+"""The arguments of `Accelerator`: each overrides the document, is stored for the script, or is refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POSITIONAL = (  # the order of Accelerate's arguments
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> Any:
-    """Makes Accelerators, and ends them."""
+    """Return a factory of Accelerators, and end them."""
     made = []
 
     def make(*args: Any, **kwargs: Any) -> Accelerator:
@@ -51,12 +51,12 @@ def accelerator(request: pytest.FixtureRequest) -> Any:
 
 
 def test_they_come_in_accelerates_order() -> None:
-    """By position too."""
+    """They work by position too."""
     assert tuple(inspect.signature(Accelerator).parameters)[: len(POSITIONAL)] == POSITIONAL
 
 
 def test_keys_of_an_engine_that_nobody_requests(accelerator: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no strategy is configured, a run without DeepSpeed says what it does not read, or refuses it."""
+    """Without a configured strategy, a run without DeepSpeed logs the keys that it does not read, or refuses them."""
     with caplog.at_level("INFO", logger="zero_plugin"):
         accelerator(config={"use_cpu": True, "deepspeed_config": {"flops_profiler": {"enabled": True}}})
     said = "flops_profiler: has no effect: only DeepSpeed's engine reads it, and nothing requests it: the run is single"
@@ -66,7 +66,7 @@ def test_keys_of_an_engine_that_nobody_requests(accelerator: Any, caplog: pytest
 
 
 def test_they_can_be_read_back(accelerator: Any, tmp_path: Any) -> None:
-    """As attributes, by Accelerate's names."""
+    """They are attributes, under Accelerate's names."""
     one = accelerator(
         False,
         True,
@@ -90,14 +90,14 @@ def test_they_can_be_read_back(accelerator: Any, tmp_path: Any) -> None:
 
 
 def test_defaults_contradict_no_file(accelerator: Any) -> None:
-    """What code does not say, the configuration does."""
+    """The configuration sets the values that code leaves out."""
     one = accelerator(config={"mixed_precision": "bf16", "deepspeed_config": {"gradient_accumulation_steps": 3}})
     assert (one.mixed_precision, one.gradient_accumulation_steps) == ("bf16", 3)
     assert one.gradient_accumulation_plugin.num_steps is None
 
 
 def test_what_accelerates_launcher_says(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its variables are followed as flags are: ZeRO, accumulation, precision, the compiler."""
+    """Its variables act like flags: ZeRO, accumulation, precision, the compiler."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -111,7 +111,7 @@ def test_what_accelerates_launcher_says(accelerator: Any, monkeypatch: pytest.Mo
 
 
 def test_records_and_arguments_beside_them(accelerator: Any) -> None:
-    """A record and an argument that says the same, or fills what the record leaves open."""
+    """An argument may repeat a record's value, or fill one that the record leaves open."""
     loading = DataLoaderConfiguration(even_batches=False, non_blocking=True)
     one = accelerator(
         dataloader_config=loading,
@@ -155,14 +155,14 @@ def test_records_and_arguments_beside_them(accelerator: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
-    """By name, with what to write instead."""
+    """The error has the name and what to write instead."""
     with pytest.raises(ConfigError) as caught:
         Accelerator(**arguments)
     assert not [word for word in words if word not in str(caught.value)], caught.value
 
 
 def test_the_process_group_is_made_as_said(accelerator: Any) -> None:
-    """Backend and time limit arrive at torch; where the group is there already, that is said."""
+    """Backend and time limit arrive at torch. If the group already exists, that is logged."""
     handler = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=77))
     one = accelerator(cpu=True, kwargs_handlers=[handler])
     group = dist.distributed_c10d._get_default_group()
@@ -173,7 +173,7 @@ def test_the_process_group_is_made_as_said(accelerator: Any) -> None:
 
 
 def test_traces_of_the_profiler(accelerator: Any, tmp_path: Any) -> None:
-    """One Chrome trace of each process; a handler of the call goes before the one given at the start."""
+    """Each process writes one Chrome trace. A handler of the call overrides the one given at the start."""
     one = accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], with_flops=True)])
     with one.profile() as profiler:
         torch.ones(4, 4) @ torch.ones(4, 4)
@@ -184,7 +184,7 @@ def test_traces_of_the_profiler(accelerator: Any, tmp_path: Any) -> None:
 
 
 def test_plugins_of_two_models(accelerator: Any) -> None:
-    """The selected plugin is what prepare follows; a second Accelerator without arguments shares the plugins."""
+    """`prepare` follows the selected plugin. A second Accelerator without arguments shares the plugins."""
     plugins = {
         "student": DeepSpeedPlugin(zero_stage=1),
         "teacher": DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5),
@@ -203,7 +203,7 @@ def test_plugins_of_two_models(accelerator: Any) -> None:
 
 
 def test_what_a_script_writes_into_the_plugin(accelerator: Any) -> None:
-    """A batch size set before prepare is the one that runs; the plugin then shows what was found."""
+    """A batch size set before prepare takes effect. The plugin then shows the resolved values."""
     one = accelerator(cpu=True, config={"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"})
     one.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 3
     model = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""A backward finds the models that its loss reaches and counts it as theirs; what no model owns is found."""
+"""A backward finds the models that its loss reaches and counts for these. Tensors of no model are detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_plugin.tensors.wrappers import find_leaves
 
 
 def make_trainings(count: int, steps: int = 1) -> list[Training]:
-    """Trainings of one weight of 1.0 each, in plain torch."""
+    """Build trainings of one weight of 1.0 each, in plain torch."""
     trainings = []
     for _ in range(count):
         model = nn.Linear(1, 1, bias=False)
@@ -53,7 +53,7 @@ def losses(trainings: list[Training], *which: int) -> torch.Tensor:
 
 
 def test_it_finds_whom_a_loss_reaches() -> None:
-    """One, two, or the second only, since the first is frozen for this loss."""
+    """It finds one model, two, or only the second, since the first is frozen for this loss."""
     trainings = make_trainings(3)
     assert run_backward(trainings, [], losses(trainings, 1)) == [trainings[1]]
     assert run_backward(trainings, [], losses(trainings, 0, 2)) == [trainings[0], trainings[2]]
@@ -63,7 +63,7 @@ def test_it_finds_whom_a_loss_reaches() -> None:
 
 
 def test_a_loss_of_nobody() -> None:
-    """A backward that trains nothing prepared is a mistake."""
+    """A backward that trains no prepared model is a mistake."""
     trainings = make_trainings(2)
     with pytest.raises(LoopError, match="depends on no parameter"):
         run_backward(trainings, [], nn.Linear(1, 1)(torch.ones(1, 1)).sum())
@@ -92,7 +92,7 @@ def test_by_hand_a_window_has_one_owner() -> None:
 
 
 def test_a_failed_backward_leaves_no_trace() -> None:
-    """Its error comes through, and the next backward runs."""
+    """Its error is raised, and the next backward runs."""
     trainings = make_trainings(2)
     with pytest.raises(RuntimeError, match="does not require grad"):
         run_backward(trainings, [], torch.ones(()))
@@ -115,7 +115,7 @@ def test_another_models_loss_is_no_micro_batch() -> None:
         trainings[0].optimizer.zero_grad()
         assert trainings[0].parameters[0].grad is None
         run_backward(trainings, [], losses(trainings, 0))
-        trainings[0].optimizer.zero_grad()  # means nothing inside a window
+        trainings[0].optimizer.zero_grad()  # has no effect inside a window
         assert trainings[0].parameters[0].grad is not None
         assert not one.ends_here
     with one:
@@ -124,7 +124,7 @@ def test_another_models_loss_is_no_micro_batch() -> None:
 
 @dataclass
 class Epoch:
-    """An epoch of `length` batches that does not know its length."""
+    """An epoch of `length` batches without a known length."""
 
     length: int
     position: int = -1
@@ -136,7 +136,7 @@ class Epoch:
 
 
 def in_epoch(length: int, steps: tuple[int, int]) -> tuple[list[Training], Epoch]:
-    """Two trainings in an epoch, each with its own accumulation."""
+    """Start two trainings in an epoch, each with its own accumulation."""
     trainings, epoch, running = make_trainings(2), Epoch(length), ActiveLoaders()
     for training, count in zip(trainings, steps, strict=True):
         training.window = Window(count, LoaderProgress(running=running))
@@ -149,7 +149,7 @@ def in_epoch(length: int, steps: tuple[int, int]) -> tuple[list[Training], Epoch
 
 
 def test_a_step_used_what_turned_out_to_be_a_shorter_window() -> None:
-    """Its gradients were divided by a number that the data, which ended, did not fill: an error."""
+    """Its gradients were divided by a number that the ended data did not reach, which is an error."""
     (one, two), epoch = in_epoch(2, (3, 1))
     for epoch.position in range(2):
         with one.window:
@@ -163,7 +163,7 @@ def test_a_step_used_what_turned_out_to_be_a_shorter_window() -> None:
 
 
 def test_windows_that_end_together_have_one_correction() -> None:
-    """What a step takes from another window that is still open is corrected as its own, if that ends alike."""
+    """Gradients of another open window are corrected like the step's own if that window ends alike."""
     (one, two), epoch = in_epoch(2, (3, 3))
     for epoch.position in range(2):
         with two.window:
@@ -194,7 +194,7 @@ def test_a_model_with_gradients_of_anothers_window_alone_has_its_correction(firs
 
 
 def test_the_accumulation_changes_beside_another_model() -> None:
-    """A window that is open keeps its size, and its gradients the mean over it."""
+    """An open window keeps its size, and its gradients the mean over it."""
     one, two = trainings = make_trainings(2, steps=2)
     run_backward(trainings, [], losses(trainings, 0))
     for training in trainings:
@@ -208,7 +208,7 @@ def test_the_accumulation_changes_beside_another_model() -> None:
 
 
 def test_the_leaves_of_a_loss() -> None:
-    """They are found behind other models and branches, each once; frozen ones are none."""
+    """They are found behind other models and branches, each once. Frozen leaves are not included."""
     known, stranger, frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
     latent = torch.zeros(1, 2, requires_grad=True)
     found = find_leaves((known(latent) + stranger(frozen(known(latent)))).sum())

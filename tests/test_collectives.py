@@ -16,7 +16,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Plain(dict):
-    """A script's own container, whose text is Python's, with an address that differs between processes."""
+    """A script's own container. Its text is Python's, with an address that differs between processes."""
 
     __repr__ = object.__repr__
 
@@ -48,7 +48,10 @@ def test_gather(rank: int, world: int) -> None:
 
 
 def assert_graphs(world: int) -> None:
-    """One process keeps its graph in what it gathers and reduces; of several, matrices with one are warned of."""
+    """Check graphs: one process keeps them in gathered and reduced tensors.
+
+    Several processes warn of matrices with one.
+    """
     leaf = torch.ones(2, 2, requires_grad=True)
     told: list[str] = []
     handler = logging.Handler()
@@ -145,7 +148,7 @@ def test_mismatch(rank: int, world: int) -> None:
 
 @in_processes(2, 3)
 def test_arguments(rank: int, world: int) -> None:
-    """Arguments and containers that differ are an error on every process, whatever the size of the tensors."""
+    """Arguments and containers that differ are an error on every process, for tensors of any size."""
     first = rank == 0
     for size in (2, 1000):
         x = torch.ones(size)
@@ -173,7 +176,7 @@ def test_arguments(rank: int, world: int) -> None:
 
 @in_processes(1, 2, 3)
 def test_small_tensors(rank: int, world: int) -> None:
-    """At the limit of what travels at once, and where it is passed on one process, all get the same as beyond it."""
+    """At the size limit of a single exchange, and if one process exceeds it, all get the same result as above it."""
     for size in range(228, 245):
         own = torch.arange(float(size)) + rank
         whole = torch.cat([torch.arange(float(size)) + r for r in range(world)])
@@ -198,20 +201,20 @@ def test_small_tensors(rank: int, world: int) -> None:
     [test_small_tensors, test_gather, test_values, test_objects, test_reduce_and_broadcast, test_padding],
 )
 def test_one_process_without_a_group(test) -> None:
-    """Without a process group every operation returns what a group of one would."""
+    """Without a process group every operation returns the result of a group of one."""
     assert (collectives.process_index(), collectives.num_processes()) == (0, 1)
     test.body(0, 1)
 
 
 @pytest.mark.parametrize("call", [collectives.gather, collectives.reduce, collectives.pad_across_processes])
 def test_a_leaf_that_is_no_tensor_is_named(call) -> None:
-    """Numbers and texts cannot travel as tensors; the error says what does carry them."""
+    """Numbers and texts cannot travel as tensors. The error names a function for them."""
     with pytest.raises(LoopError, match=r"found a str.*gather_object"):
         call(OrderedDict(a=torch.ones(1), b="text"))
 
 
 def test_gather_object_wants_a_list() -> None:
-    """A bare object would be taken apart or lost when lists are joined."""
+    """Joining lists would split or lose a bare object."""
     with pytest.raises(LoopError, match=r"gather_object\(\[value\]\)"):
         collectives.gather_object({"a": 1})  # type: ignore[arg-type]
 
@@ -223,7 +226,7 @@ def test_reduce_names_its_ways() -> None:
 
 
 def test_nested_tensors_are_not_padded() -> None:
-    """There is nothing to pad them to; a warning says so."""
+    """Their target shape is unknown, and a warning says so."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     with pytest.warns(collectives.CannotPadNestedTensorWarning, match="padded one first"):
         assert collectives.pad_across_processes({"x": nested})["x"] is nested

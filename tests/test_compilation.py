@@ -1,4 +1,4 @@
-"""Repeated blocks are compiled one by one, on the parameters of the model as it was."""
+"""Repeated blocks are compiled one by one, on the original model's parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Blocks(nn.Module):
 
 
 def test_blocks_are_compiled_one_by_one() -> None:
-    """Blocks of one class are; a list of several classes is compiled as a whole; the model itself stays plain."""
+    """Blocks of one class are. A list of several classes is compiled as one. The model itself stays plain."""
     model = Blocks()
     compiled = compile_regions(model, backend="eager")
     assert all(map(is_compiled_module, compiled.blocks))
@@ -35,7 +35,7 @@ def test_blocks_are_compiled_one_by_one() -> None:
 
 
 def test_parameters_are_shared() -> None:
-    """The compiled model computes the same, on the very parameters of the model, each once."""
+    """The compiled model computes the same, on the model's own parameters, each once."""
     model = Blocks()
     compiled = compile_regions(model, backend="eager")
     x = torch.ones(1, 2)
@@ -45,14 +45,14 @@ def test_parameters_are_shared() -> None:
 
 
 def test_a_replaced_forward_belongs_to_the_compiled_model() -> None:
-    """A method of the model that was put on it as an attribute acts on the compiled one there."""
+    """A method set as an attribute of the model acts on the compiled model there."""
     model = Blocks()
     model.forward = Blocks.forward.__get__(model)
     assert compile_regions(model, backend="eager").forward.__self__ is not model
 
 
 def test_a_model_without_repeated_blocks_is_compiled_whole() -> None:
-    """There is nothing to divide."""
+    """It has no blocks to divide."""
     model = nn.Linear(1, 1)
     compiled = compile_regions(model, backend="eager")
     assert is_compiled_module(compiled)
@@ -60,7 +60,7 @@ def test_a_model_without_repeated_blocks_is_compiled_whole() -> None:
 
 
 class Absent(nn.Module):
-    """One child is None, another has two names, beside blocks."""
+    """A model with blocks, one child that is None, and another with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Absent(nn.Module):
         self.register_module("head", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All of it."""
+        """Run all layers."""
         for block in (self.first, *self.blocks, self.second):
             x = block(x)
         return x if self.head is None else self.head(x)
 
 
 def test_children_that_are_none_or_have_two_names() -> None:
-    """They stay as they are in the copy."""
+    """They are unchanged in the copy."""
     model = Absent()
     compiled = compile_regions(model, backend="eager")
     assert compiled.head is None

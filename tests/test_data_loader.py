@@ -29,7 +29,7 @@ HALVES = [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
 class Stream(IterableDataset):
-    """0 … 9; shuffles from its own generator if it has one."""
+    """The numbers 0 … 9, shuffled by the stream's own generator if it has one."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
@@ -54,7 +54,7 @@ def flat(loader) -> list[int]:
 
 
 def test_every_name_is_there() -> None:
-    """What `accelerate.data_loader` has for scripts."""
+    """All names of `accelerate.data_loader` exist."""
     names = """BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
         IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader
         skip_first_batches"""
@@ -63,7 +63,7 @@ def test_every_name_is_there() -> None:
 
 @pytest.mark.parametrize("kind", [SkipDataLoader, DataLoaderShard, DataLoaderDispatcher])
 def test_loaders_by_hand(kind) -> None:
-    """They are DataLoaders, know their last batch in each epoch, and leave out the first ones if asked."""
+    """They are DataLoaders, detect each epoch's last batch, and skip the first batches on request."""
     loader = kind(list(range(16)), batch_size=4)
     for base in (kind, DataLoader, DataLoaderAdapter, DataLoaderStateMixin):
         assert isinstance(loader, base)
@@ -79,14 +79,14 @@ def test_loaders_by_hand(kind) -> None:
 
 
 def test_a_shard_by_hand_takes_a_shared_sampler() -> None:
-    """It knows the processes from it."""
+    """It reads the processes from the sampler."""
     shard = BatchSamplerShard(BatchSampler(range(6), 2, False), 2, 1)
     loader = DataLoaderShard(range(6), batch_sampler=shard)
     assert (values(loader), loader.total_batch_size, loader.batch_size) == ([[2, 3], [0, 1]], 4, 2)
 
 
 def test_skipping_before_preparing() -> None:
-    """A loader that is not prepared yet skips too; a stream is read past."""
+    """An unprepared loader skips too. A stream is read past the skipped items."""
     later = skip_first_batches(DataLoader(list(range(16)), batch_size=4), 2)
     assert values(later) == HALVES
     assert values(prepare_data_loader(later)) == HALVES
@@ -95,7 +95,7 @@ def test_skipping_before_preparing() -> None:
 
 
 def test_running_loops_show_in_the_gradient_state() -> None:
-    """The innermost loader, its end and its remainder; none after a loop was left."""
+    """It shows the innermost loader, its end and its remainder, and none after a loop was left."""
     outer, inner = DataLoaderShard(range(7), batch_size=2), DataLoaderShard(range(4), batch_size=2)
     state = GradientState()
     for _ in outer:
@@ -131,7 +131,7 @@ def test_a_loader_of_the_user_s_own_takes_part() -> None:
 
 
 def test_the_parts_of_all_processes() -> None:
-    """Each process's part, whether it is dealt out whole batches or pieces."""
+    """Each process gets its part, in complete batches or in pieces."""
     loader = DataLoader(range(12), batch_size=4)
     parts = [values(prepare_data_loader(loader, num_processes=2, process_index=rank)) for rank in range(2)]
     assert parts == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [0, 1, 2, 3]]]
@@ -143,7 +143,7 @@ def test_the_parts_of_all_processes() -> None:
 
 
 def test_the_user_s_sampler_is_found() -> None:
-    """Behind the sharing one, also where it is no sampler of torch's."""
+    """It is found behind the sharing sampler, also if it is no torch sampler."""
 
     class Own:
         def __init__(self, size: int, batch_size: int) -> None:
@@ -167,7 +167,7 @@ def test_the_user_s_sampler_is_found() -> None:
 
 @pytest.mark.parametrize("as_sampler", [False, True])
 def test_a_seedable_sampler_takes_the_place_of_torch_s(as_sampler: bool) -> None:
-    """The order depends on seed and epoch, for any number of processes; the given loader stays as it is."""
+    """The order depends on seed and epoch, for any number of processes. The given loader is unchanged."""
     data = torch.arange(12)
     if as_sampler:
         batches = DataLoader(data, batch_size=2, shuffle=True).batch_sampler
@@ -191,19 +191,19 @@ def test_a_seedable_sampler_takes_the_place_of_torch_s(as_sampler: bool) -> None
 
 
 def test_where_batches_go() -> None:
-    """`put_on_device` moves them; else they stay where the loader makes them."""
+    """`put_on_device` moves them. Otherwise they stay on the loader's device."""
     loader, meta = DataLoader(TensorDataset(torch.ones(2)), batch_size=2), torch.device("meta")
     assert [batch[0].device.type for batch in prepare_data_loader(loader, meta, put_on_device=True)] == ["meta"]
     assert [batch[0].device.type for batch in prepare_data_loader(loader, meta)] == ["cpu"]
 
 
 def test_ready_batches_of_a_stream_stay_tensors() -> None:
-    """`batch_size=None` hands samples on one by one."""
+    """`batch_size=None` passes on samples one by one."""
     assert [type(sample) for sample in prepare_data_loader(DataLoader(Stream(), batch_size=None))] == [int] * 10
 
 
 def test_a_mesh_of_more_than_data_parallelism_is_refused() -> None:
-    """Processes that are to get the same batches would get different ones."""
+    """Processes that need equal batches would get different ones."""
     loader = DataLoader(range(4))
     assert len(prepare_data_loader(loader, torch_device_mesh=Mesh("dp_replicate", "dp_shard"))) == 4
     with pytest.raises(LoopError, match="the dimensions cp, tp"):

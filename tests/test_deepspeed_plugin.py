@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration in code: fields and files as one, shown as a dict that a script may write into."""
+"""A DeepSpeed configuration in code: fields and files combined, shown as a dict that a script may change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping":
 
 
 def configurations(found: Document | None = None, **plugins: DeepSpeedPlugin) -> Configurations:
-    """The documents of a run whose code brings `plugins`."""
+    """Return the documents of a run whose code passes `plugins`."""
     return Configurations(found or Document(), plugins, lambda document: document)
 
 
 def test_fields_arrive() -> None:
-    """Every field stands in the configuration under DeepSpeed's name, NVMe paths among them."""
+    """Every field is in the configuration under DeepSpeed's name, including NVMe paths."""
     plugin = DeepSpeedPlugin(
         zero_stage=3,
         gradient_accumulation_steps=4,
@@ -56,7 +56,7 @@ def test_fields_arrive() -> None:
 
 
 def test_what_is_not_said() -> None:
-    """The stage is Accelerate's 2, with its reason; open fields show as `auto`, and the launcher fills them."""
+    """The stage is Accelerate's 2, with its reason. Open fields show as `auto`, and the launcher fills them."""
     plugin = DeepSpeedPlugin()
     assert (plugin.zero_stage, plugin.offload_optimizer_device, plugin.gradient_accumulation_steps) == (
         2,
@@ -72,7 +72,7 @@ def test_what_is_not_said() -> None:
 
 @pytest.mark.parametrize("form", ["dict", "path", "text", "base64", "HfDeepSpeedConfig"])
 def test_whole_configurations(form: str, tmp_path: Path) -> None:
-    """A dict, a file, its text, and the object that Accelerate makes of them."""
+    """A dict, a file, its text, and the object that Accelerate makes of them all work."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ZERO2))
     given: Any = {
@@ -89,7 +89,7 @@ def test_whole_configurations(form: str, tmp_path: Path) -> None:
 
 
 def test_contradictions_name_both(tmp_path: Path) -> None:
-    """A field against the file that stands beside it, and a plugin against the launcher."""
+    """A field contradicts its file, and a plugin contradicts the launcher."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ZERO2))
     with pytest.raises(ConfigError, match=r"3 here, but 2 at .*ds\.json:1"):
@@ -105,7 +105,7 @@ def test_contradictions_name_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_offload_of_parameters_that_a_stage_has_not_is_told(device: str) -> None:
-    """In code, where Accelerate takes it without effect; beside a stage of 3, or of a file, it stays what it is."""
+    """It is logged for code, where Accelerate ignores it. With stage 3, or in a file, it is unchanged."""
     path = {"offload_param_nvme_path": "/nvme"} if device == "nvme" else {}
     plugin = DeepSpeedPlugin(zero_stage=2, offload_param_device=device, **path)
     run = configurations(plugin=plugin)
@@ -121,14 +121,14 @@ def test_offload_of_parameters_that_a_stage_has_not_is_told(device: str) -> None
 
 
 def test_what_has_no_meaning_is_refused() -> None:
-    """MS-AMP and another batch size than the training loader's, both at once."""
+    """One error names MS-AMP and a batch size that differs from the training loader's."""
     with pytest.raises(ConfigError) as caught:
         DeepSpeedPlugin(enable_msamp=True, is_train_batch_min=False)
     assert len(caught.value.problems) == 2
 
 
 def test_edits_are_followed() -> None:
-    """What a script writes into the dict counts from the next prepare on, and is shown as code's."""
+    """A script's changes to the dict count from the next prepare on, with code as their origin."""
     plugin = DeepSpeedPlugin(zero_stage=2)
     plugin.deepspeed_config["gradient_clipping"] = 1.0
     run = configurations(plugin=plugin)
@@ -152,7 +152,7 @@ def test_edits_are_followed() -> None:
 
 
 def test_edits_do_not_overrule_the_file() -> None:
-    """An edit or a deletion that differs from a file's explicit value is a contradiction; an open value it fills."""
+    """An edit or a deletion that contradicts a file's explicit value is an error. An edit fills an open value."""
     run = configurations(read_text("train_batch_size: auto\nzero_optimization: {stage: 2}\ngradient_clipping: 1.0"))
     assert run.plugin is not None
     run.plugin.deepspeed_config["train_batch_size"] = 64
@@ -166,7 +166,10 @@ def test_edits_do_not_overrule_the_file() -> None:
 
 
 def test_filled_values_are_shown_and_stay_open() -> None:
-    """After prepare the dict shows what was found; that is no edit, and the next prepare finds it afresh."""
+    """After prepare the dict shows the resolved values.
+
+    These are no edits, and the next prepare resolves them again.
+    """
     run = configurations(plugin=DeepSpeedPlugin(zero_stage=1))
     assert run.plugin is not None
     before = run.document
@@ -176,7 +179,7 @@ def test_filled_values_are_shown_and_stay_open() -> None:
 
 
 def test_several_plugins() -> None:
-    """The first is selected; another one is followed when it is, and each keeps its own document."""
+    """The first is selected. Another one counts once selected. Each keeps its own document."""
     student, teacher = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=3)
     run = configurations(student=student, teacher=teacher)
     assert (run.plugin, student.selected, teacher.selected) == (student, True, False)
@@ -188,7 +191,7 @@ def test_several_plugins() -> None:
 
 
 def test_a_run_without_deepspeed_has_no_plugin() -> None:
-    """Only ZeRO has a view; asked for by a file, it is made."""
+    """Only ZeRO has a view. If a file requests ZeRO, the view exists."""
     assert configurations().plugin is None
     assert configurations(read_text("mixed_precision: bf16")).plugin is None
     asked = configurations(read_text("distributed_type: DEEPSPEED"))
@@ -196,7 +199,7 @@ def test_a_run_without_deepspeed_has_no_plugin() -> None:
 
 
 def test_questions_to_a_configuration() -> None:
-    """Dotted keys, absent or not."""
+    """Dotted keys work, absent or not."""
     config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {}})
     assert config.get_value("zero_optimization.stage") == 3
     assert config.get_value("zero_optimization.missing.key", 7) == 7
@@ -216,7 +219,7 @@ def test_questions_to_a_configuration() -> None:
 
 
 def read_text(text: str) -> Document:
-    """A launch YAML with these launch keys, or with this training part below `deepspeed_config`, from line 2 on."""
+    """Write a launch YAML with these keys, or with this training part below `deepspeed_config`, from line 2 on."""
     if not text.startswith(("mixed_precision", "distributed_type")):
         text = "deepspeed_config:\n" + "\n".join(f"  {line}" for line in text.split("\n"))
     return read_document("launch.yaml", content=text.encode())

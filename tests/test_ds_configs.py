@@ -1,4 +1,4 @@
-"""The ready configs in `ds_configs/` are right, and each JSON says what its YAML says."""
+"""The ready configs in `ds_configs/` are right, and each JSON equals its YAML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ZERO = {
 
 
 def test_no_config_is_forgotten() -> None:
-    """The folder holds these and no others."""
+    """The folder has exactly these."""
     assert {file.name for file in FOLDER.iterdir()} == {
         "auto.yaml",
         "ddp.yaml",
@@ -38,7 +38,7 @@ def test_no_config_is_forgotten() -> None:
 
 @pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
 def test_every_config_passes_the_check_without_a_note(file: Path) -> None:
-    """No problem, and nothing that had to be guessed."""
+    """They have no problem and no guessed value."""
     document = read_document(str(file))
     check_document(document)
     assert document.notes == ()
@@ -46,10 +46,10 @@ def test_every_config_passes_the_check_without_a_note(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ZERO)
 def test_stage_and_offload_are_what_the_name_says(name: str) -> None:
-    """The YAML asks for its stage and devices; all that depends on the loop is `auto`; the JSON is the same.
+    """The YAML has its stage and devices. Values that depend on the loop are `auto`. The JSON is the same.
 
-    The optimizer and the schedule are the script's, but in the files for placeholders, and no schedule that was built
-    from the loader's length ends at half.
+    The optimizer and the schedule are the script's, except in the files for placeholders. No schedule built from the
+    loader's length ends at half.
     """
     stage, optimizer, param = ZERO[name]
     document = read_document(str(FOLDER / f"{name}.yaml"))
@@ -66,7 +66,7 @@ def test_stage_and_offload_are_what_the_name_says(name: str) -> None:
 
 
 def test_auto_leaves_the_plan_its_choices() -> None:
-    """auto.yaml types neither stage nor device, and leaves optimizer and schedule to the script."""
+    """auto.yaml sets neither stage nor device, and leaves optimizer and schedule to the script."""
     tree = read_document(str(FOLDER / "auto.yaml")).deepspeed
     for path in (
         ("stage",),
@@ -81,7 +81,7 @@ def test_auto_leaves_the_plan_its_choices() -> None:
 
 @pytest.mark.parametrize("named", ["zero2", "zero3_offload", "cpu", "auto"])
 def test_a_ready_config_is_found_by_its_name(named: str) -> None:
-    """By `launch`, `check` and `Accelerator(config=…)`, in any folder."""
+    """`launch`, `check` and `Accelerator(config=…)` find it in any folder."""
     wanted = read_document(str(FOLDER / f"{named}.yaml"))
     for document in (document_from_flags({"config_file": named}), document_from_code(named, "a call")):
         assert (document.launch.nested(), document.deepspeed.nested()) == (
@@ -99,7 +99,7 @@ def test_a_file_of_that_name_is_meant_first(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("named", "near"), [("zero_2", "Did you mean zero2? "), ("mine", "")])
 def test_a_name_that_is_none_lists_them(named: str, near: str) -> None:
-    """Launch and check say the same."""
+    """Launch and check list the same names."""
     fix = f"{near}Write a path, or a ready config: auto, cpu, ddp, tpu, zero1, zero2, zero2_offload, "
     with pytest.raises(ConfigError) as error:
         document_from_flags({"config_file": named})

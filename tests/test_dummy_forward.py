@@ -1,4 +1,4 @@
-"""`dummy_forward` adds a 0 whose gradients are 0, whatever the module computes."""
+"""`dummy_forward` adds a 0 whose gradients are 0, for any computation of the module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outputs(nn.Module):
     ],
 )
 def test_gradients_are_zero(give: Callable[[Tensor], object]) -> None:
-    """Of every parameter, exactly, for any structure of outputs and for infinite numbers; the result is 0."""
+    """Every parameter's gradient is exactly 0, for any structure of outputs and infinite numbers. The result is 0."""
     module = Outputs(give)
     zero = dummy_forward(module, torch.zeros(2, 4))
     assert zero.shape == ()
@@ -47,7 +47,7 @@ def test_gradients_are_zero(give: Callable[[Tensor], object]) -> None:
 
 
 def test_a_real_call_in_the_same_backward_keeps_its_gradient() -> None:
-    """As of micro-batches whose losses are added; what the inputs were computed from gets none of the dummy's."""
+    """This holds for micro-batches with summed losses. The tensors behind the inputs get no gradient of the dummy."""
     module, before = nn.Linear(4, 4), nn.Linear(4, 4)
     x = torch.randn(2, 4)
     (module(x).sum() + dummy_forward(module, before(x) / 0)).backward()
@@ -59,21 +59,21 @@ def test_a_real_call_in_the_same_backward_keeps_its_gradient() -> None:
 
 
 def test_a_frozen_module_gives_a_zero_without_a_graph() -> None:
-    """Only its forward runs, which at ZeRO stage 3 gathers its weights; named arguments reach it."""
+    """Only its forward runs, which gathers its weights at ZeRO stage 3. Named arguments reach it."""
     zero = dummy_forward(nn.Linear(4, 4).requires_grad_(False), input=torch.zeros(1, 4))
     assert zero.item() == 0
     assert not zero.requires_grad
 
 
 def test_outputs_without_numbers_are_refused() -> None:
-    """They have no gradient, so that the module would take no part in the step."""
+    """They have no gradient, so the module would take no part in the step."""
     with pytest.raises(TypeError, match="no tensor of floating-point numbers from the Outputs"):
         dummy_forward(Outputs(lambda x: x.argmax()), torch.zeros(1, 4))
 
 
 @dataclass
 class Checked:
-    """Outputs that look at their parts when they are built."""
+    """Outputs that check their parts on construction."""
 
     hidden: Tensor
 
@@ -82,7 +82,7 @@ class Checked:
 
 
 def test_outputs_may_check_their_parts() -> None:
-    """A dataclass that reads its tensors in its constructor is taken."""
+    """A dataclass that reads its tensors in its constructor works."""
     assert dummy_forward(Outputs(Checked), torch.ones(1, 4)).item() == 0
 
 

@@ -1,4 +1,4 @@
-"""An error of this package ends a program at the user's own line; any other is shown with all of its frames."""
+"""An error of this package ends a program at the user's own line. Any other error has all of its frames."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Accelerator(config=Broken(a=1))
 
 
 def run(program: str, folder: Path) -> tuple[list[str], str]:
-    """The files of the frames that plain Python shows at the end of a program, and the last words."""
+    """Return the files of the frames that plain Python shows at the end of a program, and the last words."""
     (folder / "train.py").write_text(program)
     done = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
@@ -54,7 +54,7 @@ def run(program: str, folder: Path) -> tuple[list[str], str]:
     ids=["called", "called back"],
 )
 def test_an_error_of_its_own(program: str, frames: list[str], tmp_path: Path) -> None:
-    """The package's frames after the user's last line go; those between two of the user's stay."""
+    """The package's frames after the user's last line are hidden. Frames between two of the user's stay."""
     shown, text = run(program, tmp_path)
     assert shown == frames, text
     assert text.endswith(

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.programs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# Each example's measure of what it has learned, as the largest part of its first value that the last one may be.
+# Each example's measure of learning: the largest allowed ratio of its last value to its first.
 FALLS = {
     "plain_loop": ("loss", 0.1),
     "transformers_finetune": ("loss", 0.6),
@@ -32,14 +32,14 @@ DAILY = ("plain_loop", "resume", "streaming_data")
 
 
 def commands_of(name: str) -> list[list[str]]:
-    """The commands of the docstring's second paragraph, as they are typed."""
+    """Return the commands of the docstring's second paragraph, as they are typed."""
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")))
     assert docstring is not None
     return [shlex.split(line) for line in docstring.split("\n\n")[1].splitlines()]
 
 
 def test_all_are_here_and_name_themselves() -> None:
-    """Each script is tested, and each command at its top is one that launches it."""
+    """Each script is tested, and each command at its top launches it."""
     assert sorted(FALLS) == sorted(file.stem for file in EXAMPLES.glob("*.py"))
     for name in FALLS:
         for command in commands_of(name):
@@ -52,7 +52,7 @@ def test_all_are_here_and_name_themselves() -> None:
     "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.campaign) for name in FALLS]
 )
 def test_it_learns(name: str, run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path) -> None:
-    """Its commands, one after another, end without an error, and what they print falls."""
+    """Its commands, one after another, end without an error, and the printed values fall."""
     for package in re.findall(r"^from (sklearn|transformers|peft)\b", (EXAMPLES / f"{name}.py").read_text(), re.M):
         pytest.importorskip(package, reason="pip install 'zero-plugin[examples]'")
     (tmp_path / "examples").symlink_to(EXAMPLES)

@@ -1,4 +1,4 @@
-"""The global batch of a run that has lost machines: shared out among the processes that are left, or refused."""
+"""The global batch of a run that has lost machines: distributed over the remaining processes, or refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zero_plugin.loop.run import accumulate_more, find_intended_processes, redis
 
 
 def launched(**keys: Any) -> dict[str, str]:
-    """The environment of a worker of this launch."""
+    """Set the environment of a worker of this launch."""
     return {ENVIRONMENT_VARIABLE: to_environment(document_from_mapping(keys, "code"))}
 
 
 def test_how_many_are_meant() -> None:
-    """As many as have met, but with min_machines; then as many as the launcher was asked for."""
+    """The number is that of the processes that met, or with min_machines the launcher's. A mismatch is an error."""
     assert find_intended_processes(3, {}) == 3
     assert find_intended_processes(8, launched(num_processes=8, num_machines=4)) == 8
     fewer = launched(num_processes=8, num_machines=4, min_machines=2)
@@ -31,7 +31,7 @@ def test_how_many_are_meant() -> None:
 
 
 def test_steps_are_shared_out_or_refused() -> None:
-    """So that all processes together have as many micro-batches in a step; what would make it possible is said."""
+    """All processes together keep the micro-batches of a step. If impossible, the error names possible numbers."""
     assert [redistribute_steps(*given) for given in ((1, 4, 2), (3, 8, 6), (2, 4, 4), (1, 4, 1))] == [2, 4, 2, 4]
     with pytest.raises(LaunchError, match=r"6 of 8 .* the 8 micro-batches .* by 6.\nWrite a multiple of 3 as grad"):
         redistribute_steps(1, 8, 6)
@@ -43,7 +43,7 @@ def test_steps_are_shared_out_or_refused() -> None:
     ids=str,
 )
 def test_the_global_batch_stays(section: dict[str, Any], accumulation: int) -> None:
-    """However it is written, two of four processes make steps of as many samples; a schedule counts as before."""
+    """In any form of the batch, two of four processes make steps of equally many samples. Schedules count as before."""
     document = document_from_mapping({**section, "scheduler": {"type": "WarmupLR"}}, "code")
     more = accumulate_more(document, 1, 4, 2)
     machine = MachineFacts(processes=2, intended=4)

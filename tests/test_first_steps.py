@@ -1,4 +1,4 @@
-"""Which backwards are looked at, and what is found in them."""
+"""The backwards that are checked, and the mistakes found in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zero_plugin.strategies.torch_strategies import GUARDS
 
 
 class Loop:
-    """Trainings of two layers each, of which the first may be frozen, looked at as `Accelerator` does."""
+    """Trainings of two layers each, where the first may be frozen, checked as `Accelerator` does."""
 
     def __init__(self, *, models: int = 1, frozen: bool = False, processes: int = 2, precision: str = "no") -> None:
         self.models = [nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(models)]
@@ -43,7 +43,7 @@ class Loop:
         self.first_steps.begin()
 
     def backward(self, which: int = 0, *further: nn.Module) -> bool:
-        """Whether this backward was looked at."""
+        """Return whether this backward was checked."""
         x = torch.ones(1, 1)
         for module in (self.models[which], *further):
             x = module(x)
@@ -61,7 +61,7 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_first_backwards_and_one_in_a_hundred() -> None:
-    """Whether or not anything steps, so that an optimizer that waits for its turn costs nothing."""
+    """They are checked whether or not an optimizer steps, so one that waits for its turn costs nothing."""
     loop = Loop()
     assert [number for number in range(1, 315) if loop.backward()] == [*range(1, 11), 110, 210, 310]
 
@@ -79,21 +79,21 @@ def test_every_epoch_is_looked_at() -> None:
 
 
 def test_one_process_has_nothing_to_average() -> None:
-    """There the script may train a module that is not prepared, unless its gradients have the model's loss scale."""
+    """There the script may train an unprepared module, unless its gradients have the model's loss scale."""
     assert Loop(processes=1).backward(0, nn.Linear(1, 1))
     with pytest.raises(LoopError, match="would be multiplied by the loss scale"):
         Loop(processes=1, precision="fp16").backward(0, nn.Linear(1, 1))
 
 
 def test_a_model_that_is_trained_later() -> None:
-    """The first model's losses are not looked at because the second never steps; then the second one's are."""
+    """The first model's losses are not checked because the second never steps. Later the second one's are."""
     loop = Loop(models=2)
     assert sum(loop.backward(0) for _ in range(50)) == 10
     assert [loop.backward(1) for _ in range(15)] == [False, *[True] * 10, *[False] * 4]
 
 
 def test_a_parameter_is_unfrozen() -> None:
-    """At whatever step, the first loss that reaches it is refused; before, and while none does, all is well."""
+    """The first loss that reaches it is refused, at any step. Before that, no error is raised."""
     loop = Loop(frozen=True)
     for _ in range(20):
         loop.backward()
@@ -105,7 +105,7 @@ def test_a_parameter_is_unfrozen() -> None:
 
 
 def test_frozen_parameters_are_looked_at_once_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in each backward, and before the gradients are complete: the last backward of the window finds it."""
+    """They are checked once the gradients are complete: the window's last backward finds them."""
     from zero_plugin import Accelerator
     from zero_plugin.loop import first_steps
 
@@ -138,7 +138,7 @@ def test_frozen_parameters_are_looked_at_once_in_a_window(monkeypatch: pytest.Mo
 
 
 def test_a_layer_is_replaced() -> None:
-    """As by resize_token_embeddings after prepare(): it is not the model that was prepared."""
+    """resize_token_embeddings after prepare() is an example: the layer is not part of the prepared model."""
     loop = Loop()
     loop.models[0][1] = nn.Linear(1, 1)
     with pytest.raises(LoopError, match=r"of the Sequential that were frozen in prepare\(\), or were added later"):
@@ -146,7 +146,7 @@ def test_a_layer_is_replaced() -> None:
 
 
 def test_a_loop_that_never_steps_has_no_prepared_loader(caplog: pytest.LogCaptureFixture) -> None:
-    """It is told so in its hundredth backward, or at the end, once; not after the backwards of one step."""
+    """The warning comes once, in its hundredth backward or at the end. Several backwards of one step cause none."""
     loop = Loop()
     for _ in range(300):
         loop.backward()
@@ -164,7 +164,7 @@ def test_a_loop_that_never_steps_has_no_prepared_loader(caplog: pytest.LogCaptur
 
 
 def test_a_loop_that_steps_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the step is inside a window."""
+    """The step may be inside a window."""
     loop = Loop()
     for _ in range(3):
         loop.backward()
@@ -191,7 +191,7 @@ def test_a_loop_that_goes_back_to_a_checkpoint_without_a_step_is_told_nothing(ca
 
 
 def test_several_losses_of_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
-    """Two backwards before the first step, as in a GAN's critic, are no loop that never steps; an epoch of them is."""
+    """Two backwards before the first step, as in a GAN's critic, cause no warning. An epoch of them does."""
     loop = Loop()
     loop.current = SimpleNamespace(position=0, end_of_dataloader=False)
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_several_losses_of_the_first_batch(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize("change", ["layer", "parameter", "inside"])
 def test_what_is_put_into_a_model_is_looked_at_at_once(change: str) -> None:
-    """However many backwards came before; until it is out again, every one of them fails."""
+    """After any number of backwards, each one fails until the module is removed again."""
     loop = Loop()
     for _ in range(15):
         loop.backward()
@@ -225,7 +225,7 @@ def test_what_is_put_into_a_model_is_looked_at_at_once(change: str) -> None:
 
 
 def test_what_trains_nothing_is_not_looked_at() -> None:
-    """A layer without parameters, a frozen one, one that was there before, and whatever other modules get."""
+    """A layer without parameters, a frozen one, an earlier one, and changes of other modules are ignored."""
     loop = Loop()
     for _ in range(15):
         loop.backward()
@@ -238,7 +238,7 @@ def test_what_trains_nothing_is_not_looked_at() -> None:
 
 
 def test_it_is_not_kept() -> None:
-    """What follows modules for ever holds nothing of a training that is over."""
+    """The permanent hook on modules references nothing of an ended training."""
     loop = Loop()
     alive = weakref.ref(loop.first_steps)
     del loop

@@ -1,4 +1,4 @@
-"""Workers of launches that are forks: they do, and end, as those that are not."""
+"""Forked workers of launches act, and end, like real ones."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ fail() if sys.argv[1] == "fail" else sys.exit(int(sys.argv[1]))
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    """The beginning of a launch."""
+    """Return the beginning of a launch."""
     (tmp_path / "script.py").write_text(SCRIPT)
     return [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--num_processes", "2", "script.py"]
 
 
 def test_what_they_are_started_with(command: list[str], tmp_path: Path, forked_workers: dict[str, str]) -> None:
-    """Arguments, folder, variables, cores, standard input: all but what is imported already."""
+    """They get arguments, folder, variables, cores and standard input. Only the imports are already done."""
     shown = []
     for variables in ({}, forked_workers):
         environment = {**os.environ, "MINE": "ü", **variables}
@@ -72,7 +72,7 @@ def test_what_they_are_started_with(command: list[str], tmp_path: Path, forked_w
 def test_how_they_fail(
     how: str, code: int, said: str, command: list[str], tmp_path: Path, forked_workers: dict[str, str]
 ) -> None:
-    """The launcher is told the exit code and the rank, stops the other, and the traceback is there once."""
+    """The launcher gets the exit code and the rank, stops the other, and the traceback appears once."""
     environment = {**os.environ, **forked_workers}
     done = subprocess.run([*command, how], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == code, done.stderr
@@ -84,7 +84,7 @@ def test_how_they_fail(
 def test_they_end_with_the_launcher(
     number: signal.Signals, command: list[str], tmp_path: Path, forked_workers: dict[str, str]
 ) -> None:
-    """By a signal that it passes on, or because it is gone."""
+    """They end by a signal that it passes on, or because it is gone."""
     environment = {**os.environ, **forked_workers}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([*command, "wait"], cwd=tmp_path, env=environment, **pipes) as launcher:
@@ -98,7 +98,7 @@ def test_they_end_with_the_launcher(
 
 @pytest.mark.parametrize("how", ["fail", "7", "0"])
 def test_a_program_that_is_forked_alone(how: str, tmp_path: Path, forked_alone: dict[str, str]) -> None:
-    """It prints and ends as under Python, to the traceback; what it starts is no fork."""
+    """It prints and ends as under Python, including the traceback. Its children are no forks."""
     (tmp_path / "program.py").write_text(ALONE)
     ends = []
     for variables in ({}, forked_alone):

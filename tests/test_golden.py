@@ -1,6 +1,6 @@
-"""What users see stays as it is, or its change is seen in review: public signatures, and what commands print.
+"""User-visible text stays, or its change is seen in review: public signatures, and the output of commands.
 
-`python tests/test_golden.py` writes the files of tests/golden anew.
+`python tests/test_golden.py` rewrites the files of tests/golden.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
-# No machine's own facts are in them: everything that a command would look up is said.
+# They have no machine's own facts: the options give every value that a command would look up.
 COMMANDS = {
     "help": ["--help"],
     **{
@@ -35,18 +35,18 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_a_command_prints(name: str) -> None:
-    """At 80 columns, without colours; the exit code is the last line. No crash is ever the text that is wanted."""
+    """The width is 80 columns, without colours. The exit code is the last line. No crash is ever the wanted text."""
     assert "Traceback" not in (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert run(name) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_public_signatures() -> None:
-    """Every public name, and every public method of `Accelerator`, with its arguments and their defaults."""
+    """They have every public name, and every public method of `Accelerator`, with its arguments and their defaults."""
     assert "\n".join(signatures()) + "\n" == (GOLDEN / "signatures.txt").read_text(encoding="utf-8")
 
 
 def run(name: str) -> str:
-    """What the command prints, and its exit code."""
+    """Run the command. Return its output and its exit code."""
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "zero_plugin", *COMMANDS[name]],
@@ -62,7 +62,7 @@ def run(name: str) -> str:
 
 
 def signatures() -> Iterator[str]:
-    """A line for each."""
+    """Return one line for each."""
     import zero_plugin
 
     for name in sorted(zero_plugin.__all__):

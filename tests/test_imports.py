@@ -17,12 +17,12 @@ import zero_plugin.launch
 import zero_plugin.machine
 import zero_plugin.plan
 
-# What needs no torch: whole packages, and the modules of others that commands use before they start anything.
+# Modules that need no torch: complete packages, and modules of others that commands use before any start.
 COLD_PACKAGES = [zero_plugin.cli, zero_plugin.config, zero_plugin.launch, zero_plugin.machine, zero_plugin.plan]
 WARM = {
     "zero_plugin.launch.rendezvous",  # a subclass of torch's, imported by the process that runs torchrun's engine
     "zero_plugin.cli.selftest_worker",
-    "zero_plugin.plan.activations",  # these read live models, or build some
+    "zero_plugin.plan.activations",  # these read or build live models
     "zero_plugin.plan.live_bytes",
     "zero_plugin.plan.blocks",
     "zero_plugin.plan.speeds",
@@ -38,7 +38,7 @@ COLD_MODULES = [
 ]
 
 
-# Each module in a process of its own, forked from one that has imported what they import of others.
+# Each module in its own process, forked from one with the shared imports.
 IMPORTS = """
 import importlib, os, sys
 import jsonschema, pydantic, rich.table, typer, yaml
@@ -53,7 +53,10 @@ for name in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def loaded_by() -> dict[str, list[str]]:
-    """Which of torch and DeepSpeed a process has that imports a module; one that cannot be imported is absent."""
+    """Return which of torch and DeepSpeed are loaded after importing a module.
+
+    Modules that cannot be imported are absent.
+    """
     command = [sys.executable, "-c", IMPORTS, *COLD_MODULES]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return {name: loaded for name, *loaded in map(str.split, run.stdout.splitlines())}
@@ -70,7 +73,7 @@ ROOT = Path(zero_plugin.config.__file__).parents[1]
 
 
 def _imported_anywhere(file: Path) -> Iterator[tuple[str, int]]:
-    """Also within functions, and by name; with the line."""
+    """Return imports with their lines, also those within functions, and by name."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         match node:
             case ast.ImportFrom():
@@ -88,7 +91,7 @@ def _imported_anywhere(file: Path) -> Iterator[tuple[str, int]]:
     ("package", "home"), [("deepspeed", "strategies/deepspeed"), ("torch_xla", "machine/xla_runtime.py")]
 )
 def test_a_package_is_imported_in_one_place(package: str, home: str) -> None:
-    """DeepSpeed in one folder, torch_xla in one file."""
+    """DeepSpeed is imported in one folder, torch_xla in one file."""
     found = {
         file.relative_to(ROOT): line
         for file in ROOT.rglob("*.py")

@@ -1,4 +1,4 @@
-"""LocalSGD: processes step apart, and are averaged every few steps."""
+"""LocalSGD: processes step separately, and are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATE, EVERY, STEPS = 0.1, 2, 5
 
 
 def replay(world: int, *, enabled: bool) -> tuple[list[list[float]], float]:
-    """Per step each process's weight after it, by plain numbers, and the weight at the end."""
+    """Return each process's weight after each step, by plain numbers, and the weight at the end."""
     weights, seen = [1.0] * world, []
     for step in range(STEPS):
         gradients = [weights[rank] - (rank + step) for rank in range(world)]  # of (w - (rank + step))² / 2
@@ -33,7 +33,7 @@ def replay(world: int, *, enabled: bool) -> tuple[list[list[float]], float]:
 
 @in_processes(1, 2)
 def test_weights_are_averaged_every_few_steps(rank: int, world: int, folder: Path) -> None:
-    """Between averages each process has its own weights, after them and at the end all have the mean."""
+    """Between averages each process has its own weights. After an average and at the end all have the mean."""
     for enabled in (True, False):
         accelerator = Accelerator(cpu=True)
         plain = nn.Linear(1, 1, bias=False)
@@ -62,7 +62,7 @@ def test_weights_are_averaged_every_few_steps(rank: int, world: int, folder: Pat
 
 
 def test_under_deepspeed_is_an_error() -> None:
-    """ZeRO's processes share one optimizer: the error says so before anything trains."""
+    """ZeRO's processes share one optimizer. The error says so before anything trains."""
     accelerator = Accelerator(cpu=True, config={"zero_optimization": {"stage": 2}})
     model = nn.Linear(1, 1)
     with pytest.raises(LoopError, match="not prepared"):

@@ -1,4 +1,4 @@
-"""The logger: which process says a line, in which order, and where the line seems to come from."""
+"""The logger: the process that logs a line, the order of lines, and their reported origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_plugin.loop.state import PartialState
 
 @pytest.fixture(autouse=True)
 def _levels() -> None:
-    """The root's level is the process's own."""
+    """Restore the process's own root level."""
     before = logging.getLogger().level
     yield
     logging.getLogger().setLevel(before)
@@ -25,7 +25,7 @@ def _levels() -> None:
 
 @pytest.fixture
 def _state() -> None:
-    """The processes have been started: this one alone."""
+    """Start the processes: this one alone."""
     PartialState(cpu=True)
     yield
     PartialState().destroy_process_group()
@@ -33,7 +33,7 @@ def _state() -> None:
 
 
 def test_it_needs_the_processes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, nobody knows which process this is: an error that says what to write."""
+    """Before, the rank is unknown: an error says what to write."""
     monkeypatch.setattr(PartialState, "_shared_state", {})
     with pytest.raises(LoopError, match=r"'early'.*\n.*PartialState\(\)"):
         get_logger("early").warning("a line")
@@ -41,7 +41,7 @@ def test_it_needs_the_processes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_state")
 def test_a_line_comes_from_its_caller(caplog: pytest.LogCaptureFixture) -> None:
-    """File, line and function are the script's, whichever method was called."""
+    """File, line and function are the script's, for any method."""
     logger = get_logger(__name__, log_level="info")
     line = inspect.currentframe().f_lineno
     logger.info("a %s", "line")
@@ -55,7 +55,7 @@ def test_a_line_comes_from_its_caller(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("_state")
 def test_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The same message with the same arguments comes once, also with arguments that no set can hold."""
+    """The same message with the same arguments appears once, also with unhashable arguments."""
     logger = get_logger(__name__)
     for argument in ([1], [1], [2]):
         logger.warning_once("found %s", argument)
@@ -64,7 +64,7 @@ def test_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("_state")
 def test_the_level(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argument, else the environment, else what logging says; a line below it is not even put together."""
+    """The argument wins, then the environment, then logging's level. A line below the level is not formatted."""
 
     class Unprintable:
         def __str__(self) -> str:
@@ -80,7 +80,7 @@ def test_the_level(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.processes
 def test_several_processes(run_processes, lines_of) -> None:
-    """From the main one, from all, and in order; a process whose level leaves a line out keeps nobody waiting."""
+    """The main process, all, or all in order log. A process whose level drops a line blocks no other one."""
     outputs = run_processes(__file__, 2)
     assert [list(lines_of(output.splitlines())) for output in outputs] == [
         ["[RANK 0] main", "[RANK 0] all", "[RANK 0] turn 0"],
@@ -89,7 +89,7 @@ def test_several_processes(run_processes, lines_of) -> None:
 
 
 def test_importing_it_is_not_importing_python_s() -> None:
-    """A script may import this module by its name beside Python's."""
+    """A script may import this module by its name together with Python's."""
     code = "import logging, zero_plugin.logging as own; assert own.get_logger and logging.getLogger"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

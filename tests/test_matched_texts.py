@@ -1,4 +1,7 @@
-"""Other libraries' errors are known by texts that the installed releases have; none of this package's by its text."""
+"""Other libraries' errors are known by texts of the installed releases.
+
+No error of this package is known by its text.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _OF_OURS = {
 
 
 def _rows_of(module: ModuleType) -> Iterator[Foreign]:
-    """The rows of a file, alone or in a table."""
+    """Return the rows of a file, alone or in a table."""
     for value in vars(module).values():
         yield from (row for row in (value if isinstance(value, tuple) else [value]) if isinstance(row, Foreign))
 
@@ -42,7 +45,7 @@ ROWS = {row: module.__name__ for module in MODULES for row in _rows_of(module)}
 
 
 def _literals(pattern: str) -> list[str]:
-    """The words of a pattern, those next to each other together."""
+    """Return the words of a pattern, with adjacent words joined."""
     bare = re.sub(r"\(\?[a-zA-Z]+\)|\(\?=[^)]*\)|\[[^\]]*\]|\\[a-zA-Z]", "|", pattern)
     return [words for words in re.findall(r"[\w:' ]{5,}", bare) if words not in _OF_THE_SYSTEM]
 
@@ -59,7 +62,7 @@ def _is_text_of_error(node: ast.expr) -> bool:
 
 
 def _searches(tree: ast.Module) -> Iterator[str]:
-    """Where a file searches for something in the texts of errors."""
+    """Return the places where a file searches in the texts of errors."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             texts = node.comparators
@@ -72,12 +75,12 @@ def _searches(tree: ast.Module) -> Iterator[str]:
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """All that a node has of texts."""
+    """Return all texts of a node."""
     return (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:
-    """The texts that the package's errors are made of."""
+    """Return the texts of the package's errors."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
@@ -86,7 +89,7 @@ def _messages(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_message_of_ours_is_matched_by_its_text() -> None:
-    """What the package searches for in texts of errors, torch's and DeepSpeed's have, and none of its own."""
+    """Searched texts exist in errors of torch and DeepSpeed, and in none of the package's own."""
     patterns = {row.pattern for row in ROWS if re.search(r"\w{4}", row.pattern)} - _IN_OTHERS
     assert {"SparseTensorImpl", "has already been reduced", "^tracing error at step"} <= patterns, "not found"
     messages = [message for file in PACKAGE.rglob("*.py") for message in _messages(ast.parse(file.read_text()))]
@@ -95,7 +98,7 @@ def test_no_message_of_ours_is_matched_by_its_text() -> None:
 
 
 def test_one_function_looks_into_the_texts_of_errors() -> None:
-    """A file that meets another library's error has a row for it, and searches for no words itself."""
+    """A file that handles another library's error has a row for it, and searches for no words itself."""
     found = {
         f"{file.relative_to(PACKAGE)}: {search}"
         for file in PACKAGE.rglob("*.py")
@@ -106,7 +109,7 @@ def test_one_function_looks_into_the_texts_of_errors() -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=f"{ROWS[row]}-{row.pattern}") for row in ROWS if row.source])
 def test_the_installed_release_has_the_text(row: Foreign) -> None:
-    """A text that another release words differently is no longer found in its file."""
+    """If another release changes a text, it is no longer found in its file."""
     texts = _literals(row.pattern)
     assert texts, "nothing to look for"
     with (SITE_PACKAGES / row.source).open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as held:
@@ -114,7 +117,7 @@ def test_the_installed_release_has_the_text(row: Foreign) -> None:
 
 
 def test_each_row_can_be_told_from_others() -> None:
-    """By its text, by its class, or by the code that raises it; the facts in its text are names."""
+    """A row is distinct by its text, its class, or the code that raises it. The facts in its text are names."""
     for row in ROWS:
         assert row.pattern or row.kinds is not RuntimeError or row.raised_in, row
         if isinstance(row.clearer, str):
@@ -124,7 +127,7 @@ def test_each_row_can_be_told_from_others() -> None:
 
 
 def _raise_in(module: str, error: Exception) -> Exception:
-    """Have code of a module of this name raise an error."""
+    """Make code of a module of this name raise an error."""
     try:
         exec("raise error", {"__name__": module, "error": error})
     except Exception as raised:  # noqa: BLE001 - whatever it is
@@ -133,7 +136,7 @@ def _raise_in(module: str, error: Exception) -> Exception:
 
 
 def test_class_text_and_place_of_an_error_decide() -> None:
-    """All three, and the first row that is found counts; the error itself is a fact too."""
+    """All three decide, and the first matching row counts. The error itself is a fact too."""
     rows = (
         Foreign("sp[ae]ce", clearer="no {what} ({error})", kinds=OSError, raised_in=("disks.", "files.")),
         Foreign("space", clearer=lambda what, **_: f"another {what}", kinds=Exception, becomes=LaunchError),
@@ -153,7 +156,7 @@ def test_class_text_and_place_of_an_error_decide() -> None:
 
 
 def test_a_lost_peer_is_told_from_another_server() -> None:
-    """By gloo's name in the text, or by the code that raises the error."""
+    """gloo's name in the text, or the code that raises the error, distinguishes them."""
     lost = {
         (module, text): any(row.find(_raise_in(module, RuntimeError(text))) for row in OF_LOST_PEER)
         for module in ("torch.distributed.distributed_c10d", "deepspeed.comm.torch", "redis.connection")

@@ -17,7 +17,7 @@ class Sample:
 
 
 def test_every_container_keeps_its_type_and_order() -> None:
-    """Dict-likes, sequences, named tuples and dataclasses come back as what they were."""
+    """Dict-likes, sequences, named tuples and dataclasses come back as the same kind."""
     tree = {
         "a": [1, (2, Point(3, 4))],
         "b": OrderedDict(z=5, y=UserDict(u=6)),
@@ -37,7 +37,7 @@ def test_every_container_keeps_its_type_and_order() -> None:
 
 
 def test_the_given_tree_is_left_alone() -> None:
-    """Mapping copies; it does not write into the caller's dict."""
+    """Mapping copies, and never writes into the caller's dict."""
     tree = {"a": {"b": 1}}
     map_leaves(lambda leaf: leaf + 1, tree)
     assert tree == {"a": {"b": 1}}

@@ -1,4 +1,4 @@
-"""A prepared optimizer is a torch optimizer for whoever asks, and steps where windows end."""
+"""A prepared optimizer is a torch optimizer for all code, and steps at windows' ends."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_its_state_goes_out_and_in() -> None:
         before = loop.value
         loop.backward()
         loop.optimizer.step()
-        assert before - loop.value == pytest.approx(0.5 * (1 + 0.5))  # the momentum came along
+        assert before - loop.value == pytest.approx(0.5 * (1 + 0.5))  # the momentum was copied too
 
 
 def test_an_optimizers_own_zero_grad_drops_the_gradients() -> None:
-    """A class or an object that clears gradients in its own way is asked to, where torch's way is not its own."""
+    """A class or an object with its own zero_grad is called, if its method is not torch's."""
 
     class Clearing(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:
@@ -83,7 +83,7 @@ def test_steps_act_where_windows_end() -> None:
 
 
 def test_zero_grad_between_backward_and_step_drops() -> None:
-    """The dropped backward leaves no trace, and the window starts anew."""
+    """The dropped backward leaves no trace, and a new window starts."""
     loop = Loop()
     loop.backward(100.0)
     loop.optimizer.zero_grad()
@@ -123,7 +123,7 @@ def test_a_copy_stands_by_itself(copied: Callable[[AcceleratedOptimizer], Accele
 
 
 def test_by_itself() -> None:
-    """Without a model it is a torch optimizer: it clips, steps and drops; another scaler than ours is refused."""
+    """Without a model it is a torch optimizer: it clips, steps and drops. Another scaler than ours is refused."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), device_placement=False)
@@ -137,7 +137,7 @@ def test_by_itself() -> None:
 
 
 def test_what_may_not_step() -> None:
-    """An optimizer whose model has to be prepared says so, instead of training it as it is."""
+    """An optimizer of an unprepared model raises an error instead of training the model as it is."""
     optimizer = Loop().optimizer
     optimizer.run_in(Window(1), UnpreparedOptimizer(Loop().sgd, steps=False))
     with pytest.raises(LoopError, match="the model of this SGD was not prepared"):
@@ -179,7 +179,7 @@ def test_schedule_free_optimizers_change_weights() -> None:
 
 
 def test_after_the_end() -> None:
-    """Once the session is closed, it says so."""
+    """Once the session is closed, its error says so."""
     loop = Loop()
     loop.session.close()
     with pytest.raises(LoopError, match="has ended"):
@@ -189,7 +189,7 @@ def test_after_the_end() -> None:
 
 
 def test_torchs_schedules_take_it_for_an_optimizer() -> None:
-    """LambdaLR on the prepared optimizer drives the running one, and does not warn of an order of calls."""
+    """LambdaLR on the prepared optimizer drives the running one, without a warning about the order of calls."""
     loop = Loop(lr=1.0)
     schedule = LambdaLR(loop.optimizer, lambda step: 0.5**step)
     for expected in (1.0, 0.5, 0.25):

@@ -10,7 +10,7 @@ from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer, descr
 
 
 def train(optimizer_of, steps=5):
-    """Parameters of a tiny regression after some steps."""
+    """Return the parameters of a tiny regression after some steps."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     optimizer = optimizer_of(list(model.parameters()))
@@ -63,13 +63,13 @@ def test_a_section_builds_what_deepspeed_would_compute(kind, params, reference):
     ],
 )
 def test_what_torch_cannot_honour_is_refused(kind, params, message):
-    """Nothing of a section is dropped in silence."""
+    """No value of a section is dropped silently."""
     with pytest.raises(ConfigError, match=message):
         build_optimizer(OptimizerSection(kind, params), [torch.nn.Parameter(torch.zeros(1))])
 
 
 def test_state_precision_is_honoured_or_refused():
-    """torch's states have the parameters' type: fine for fp32 parameters, refused for others."""
+    """torch's states have the parameters' dtype: fine for fp32 parameters, refused for others."""
     section = OptimizerSection("AdamW", {"fp32_optimizer_states": True})
     assert build_optimizer(section, [torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(ConfigError, match="fp32_optimizer_states"):
@@ -124,7 +124,7 @@ def test_lion_continues_from_its_state():
 
 
 def test_a_real_optimizer_is_described():
-    """Name, plain arguments, and each group's rate, the one before any schedule."""
+    """The description has the name, plain arguments, and each group's rate before any schedule."""
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1)
@@ -135,7 +135,7 @@ def test_a_real_optimizer_is_described():
 
 
 def test_defaults_are_deepspeeds():
-    """What is written out for an absent argument is what DeepSpeed's own class would take."""
+    """The value for an absent argument is the default of DeepSpeed's own class."""
     import inspect
     import os
 

@@ -1,4 +1,4 @@
-"""What a built wheel holds."""
+"""The contents of a built wheel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a package is built from."""
+    """Copy the sources of a package."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "zero_plugin"):
         subprocess.run(["cp", "-r", ROOT / name, folder / name], check=True)
@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built without fetching anything."""
+    """Build a wheel without fetching anything."""
     target = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source],
@@ -42,7 +42,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
-    """Modules, `py.typed`, schemas and data: whatever lies in the package's folder and is no build product."""
+    """Modules, `py.typed`, schemas and data: every file in the package's folder except build products."""
     files = (file for file in (ROOT / "zero_plugin").rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     wanted = {str(file.relative_to(ROOT)) for file in files}
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -65,7 +65,7 @@ def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
 
 
 def test_what_the_wheel_holds_is_enough(wheel: Path, tmp_path: Path) -> None:
-    """Installed by itself, it checks by its own schema, finds a ready config by name, and starts the demo's script."""
+    """Installed alone, it checks by its own schema, finds a ready config by name, and starts the demo's script."""
     site = tmp_path / "site"
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
     subprocess.run([sys.executable, *install], check=True, timeout=120)
@@ -82,7 +82,7 @@ def test_what_the_wheel_holds_is_enough(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_an_editable_install_is_a_path(source: Path, tmp_path: Path) -> None:
-    """It adds the folder of the checkout to the path: type checkers follow that, and no import hook."""
+    """It adds the checkout's folder to the path. Type checkers follow a path, but no import hook."""
     build = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, capture_output=True, timeout=120)
     (built,) = tmp_path.glob("*.whl")
@@ -99,9 +99,9 @@ def test_prepare_returns_the_types_that_it_is_given() -> None:
 
 
 def test_every_dependency_is_pinned_at_the_version_tested() -> None:
-    """`constraints.txt` names every direct dependency, and the pins are what is installed here.
+    """`constraints.txt` names every direct dependency, and the pins are the installed versions.
 
-    So are extras', but for `tpu`: an environment of its own, with another torch and else the same.
+    The same holds for extras except `tpu`, which has its own environment with another torch.
     """
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     pins: dict[str, list[Requirement]] = {}
@@ -110,7 +110,7 @@ def test_every_dependency_is_pinned_at_the_version_tested() -> None:
     required = [r for r in map(Requirement, requires("zero-plugin") or ()) if 'extra == "tpu"' not in str(r.marker)]
     assert {requirement.name.lower() for requirement in required} <= set(pins)
     if distribution("torch").locate_file("") != distribution("deepspeed").locate_file(""):
-        del pins["torch"]  # in an environment of its own, for another torch
+        del pins["torch"]  # in its own environment, for another torch
     for name, choices in pins.items():
         (pin,) = (pin for pin in choices if pin.marker is None or pin.marker.evaluate())
         assert pin.specifier.contains(version(name)), f"{pin}, but {version(name)} is installed"

@@ -1,4 +1,4 @@
-"""Optimizers and schedules find their models by the parameters they hold; what cannot be meant is named."""
+"""Optimizers and schedules find their models by their parameters. Impossible pairings are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_each_model_gets_its_own() -> None:
-    """In any order; a placeholder too; a model without an optimizer is not trained."""
+    """Any order and a placeholder work. A model without an optimizer is not trained."""
     one, two, teacher = nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(4, 4)
     first = sgd(one)
     second = DummyOptim([{"params": list(two.parameters()), "lr": 0.1}])
@@ -30,7 +30,7 @@ def test_each_model_gets_its_own() -> None:
 
 
 def test_what_cannot_be_paired() -> None:
-    """An optimizer of no model, of several, of a stranger; two of one model; models that share parameters."""
+    """An optimizer of no model, of several, or of a foreign one; two of one model; models that share parameters."""
     one, two = nn.Linear(2, 2), nn.Sequential(nn.Linear(3, 3))
     cases: list[tuple[list[nn.Module], list[Any], list[nn.Module], str]] = [
         ([one, two], [sgd(one, two)], [], "several models"),
@@ -50,7 +50,7 @@ def test_what_cannot_be_paired() -> None:
     [({"": 0}, False), ({"a": 0, "b": 0}, False), ({"a": 0, "b": 1}, True), ({"": "disk"}, True)],
 )
 def test_a_model_spread_over_devices(places: dict[str, Any], refused: bool) -> None:
-    """One place is well, since the model is moved from there; several are not."""
+    """One device is fine, since the model is moved from there. Several are an error."""
     model: Any = nn.Linear(2, 2)
     model.hf_device_map = places
     if not refused:

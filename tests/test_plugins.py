@@ -1,4 +1,4 @@
-"""The records that a script hands over: what they pass on, and what they refuse."""
+"""The records that a script passes: the arguments that they pass on, and their refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_plugin.config.handlers import (
 
 @dataclass
 class Numbers(KwargsHandler):
-    """A record of a script's own."""
+    """A script's own record."""
 
     a: int = 0
     b: bool = False
@@ -33,7 +33,7 @@ class Numbers(KwargsHandler):
 
 
 def test_a_record_passes_on_what_differs() -> None:
-    """Defaults are left to torch, also in a record that a script defines itself."""
+    """torch sets the defaults, also for a record that a script defines itself."""
     assert Numbers().to_kwargs() == {}
     assert Numbers(a=2, c=2.25).to_kwargs() == {"a": 2, "c": 2.25}
     assert Numbers(a=2).to_dict() == {"a": 2, "b": False, "c": 3.0}
@@ -43,7 +43,7 @@ def test_a_record_passes_on_what_differs() -> None:
 
 
 def test_the_hook_is_no_argument_of_ddp() -> None:
-    """What the reduction hook needs does not reach DDP's constructor."""
+    """The reduction hook's arguments do not reach DDP's constructor."""
     given = DistributedDataParallelKwargs(bucket_cap_mb=3, comm_hook=DDPCommunicationHookType.FP16)
     assert given.to_kwargs() == {"bucket_cap_mb": 3}
     with pytest.raises(ValueError, match="power_sgd"):
@@ -64,7 +64,7 @@ def test_choices_ask_by_value() -> None:
 
 
 def test_the_compiler_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's launcher says by variables what no argument says; an unknown compiler is refused with the list."""
+    """Accelerate's launcher sets variables for absent arguments. An unknown compiler is refused with the list."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
         monkeypatch.delenv(name)
     assert TorchDynamoPlugin().backend is DynamoBackend.NO
@@ -88,7 +88,7 @@ def test_the_compiler_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
 
 
 def test_project_folders() -> None:
-    """Trackers' folder is the run's where it is not said."""
+    """The trackers' folder defaults to the run's."""
     assert ProjectConfiguration().logging_dir is None
     project = ProjectConfiguration(project_dir="runs/1")
     assert project.logging_dir == "runs/1"

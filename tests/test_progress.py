@@ -1,4 +1,4 @@
-"""The progress line: few lines off a terminal, one redrawn line on it, no reading of the loss in between."""
+"""The progress line: few lines without a terminal, one redrawn line on a terminal, no read of the loss in between."""
 
 import io
 import re
@@ -20,7 +20,7 @@ from zero_plugin.plan.model_source import model_sizes
 
 
 class CountedLoss(float):
-    """A loss that counts how often it is read."""
+    """A loss that counts its reads."""
 
     reads = 0
 
@@ -39,7 +39,7 @@ def run(steps: int, console: Console, seconds: float, pause: float = 0.0) -> str
 
 
 def test_a_file_gets_few_plain_lines_with_every_quantity() -> None:
-    """Off a terminal: the first step, the last, and few between; text only; loss read only for these."""
+    """Without a terminal: the first step, the last, and few between; text only. The loss is read only for these."""
     CountedLoss.reads = 0
     text = run(1000, Console(file=io.StringIO(), width=60), seconds=10.0)
     lines = text.splitlines()
@@ -53,7 +53,7 @@ def test_a_file_gets_few_plain_lines_with_every_quantity() -> None:
 
 
 def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
-    """On a terminal the line is drawn over, whole also at 80 columns, and the final state stays."""
+    """On a terminal the line is drawn over, complete also at 80 columns, and the final state stays."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     text = run(20, console, seconds=0.001)
     assert "20/20" in text
@@ -82,7 +82,7 @@ def test_lines_come_about_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_with_lines_are_printed() -> None:
-    """Each is a new one, on a terminal too, which has nothing to be closed."""
+    """Each is a new line, on a terminal too, and the terminal needs no closing."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     progress = Progress(total=2, seconds=0, console=console)
     for step in (1, 2):
@@ -99,7 +99,7 @@ def test_throughput_is_units_per_second_since_the_last_line() -> None:
 
 
 def test_an_error_in_the_loop_passes_and_leaves_the_terminal_usable() -> None:
-    """The line is closed (the cursor shown again) and the loop's own error comes out."""
+    """The line is closed (the cursor shown again), and the loop's own error is raised."""
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with pytest.raises(ZeroDivisionError), Progress(total=5, console=console):
         _ = 1 / 0
@@ -122,7 +122,7 @@ def test_mfu_is_the_operations_of_the_throughput_as_a_part_of_the_peak() -> None
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown() -> None:
-    """A CPU has no data sheet here; a model alone changes nothing then."""
+    """A CPU has no data sheet here. A model alone changes nothing then."""
     model = GPT(GPTConfig(hidden_size=16, layers=1, heads=2, block=8))
     console = Console(file=io.StringIO())
     with Progress(total=1, console=console, model=model, sequence_length=8) as progress:
@@ -132,7 +132,7 @@ def test_mfu_is_left_out_where_the_peak_is_unknown() -> None:
 
 
 def test_the_line_with_mfu_has_room_in_80_columns() -> None:
-    """On a terminal that is so narrow the learning rate gives way."""
+    """On a terminal this narrow the learning rate is left out."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     with Progress(total=1000, seconds=0, console=console, flops_per_unit=1e9, peak_flops=1e30) as progress:
         progress.update(1000, loss=12.5, lr=1e-3, units=100)
@@ -143,18 +143,18 @@ def test_the_line_with_mfu_has_room_in_80_columns() -> None:
 
 
 def test_operations_of_a_token_are_those_that_torch_counts() -> None:
-    """Forward and backward of the demo's GPT, whose attention has no mask in torch's count either, within 2 %."""
+    """Forward and backward of the demo's GPT agree within 2 %. torch's count of its attention has no mask either."""
     config = GPTConfig(hidden_size=64, layers=3, heads=4, block=128)
     model = GPT(config)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(2, 128, dtype=torch.long)).sum().backward()
     looked_up = sum(p.numel() for p in model.embedding.parameters()) + sum(
         p.numel() for p in model.parameters() if p.dim() == 1
-    )  # no multiplications, and in the formula's N all the same
+    )  # no multiplications, but in the formula's N
     counted = training_flops_per_token(model_sizes(model), 128) - 6 * looked_up
     assert counted == pytest.approx(counter.get_total_flops() / (2 * 128), rel=0.02)
     before = training_flops_per_token(model_sizes(model), 128)
-    model.blocks.requires_grad_(False)  # whose gradients are a third
+    model.blocks.requires_grad_(False)  # its gradients are a third
     frozen = sum(p.numel() for p in model.blocks.parameters())
     assert training_flops_per_token(model_sizes(model), 128) == before - 2 * frozen
 
@@ -173,12 +173,12 @@ def test_operations_of_a_token_are_those_that_torch_counts() -> None:
     ],
 )
 def test_the_peak_of_a_device_is_its_data_sheets(name: str, precision: Any, tflops: float | None) -> None:
-    """By the name that the driver gives it; nothing for a slower kind whose name has a known one's in it."""
+    """The driver's name decides. A slower kind whose name contains a known one has no peak."""
     assert peak_flops(name, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
 def test_quiet_leaves_the_line_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `launch --quiet` says to its workers."""
+    """`launch --quiet` passes this to its workers."""
     monkeypatch.setenv("ZERO_PLUGIN_QUIET", "1")
     assert run(20, Console(file=io.StringIO()), seconds=0) == ""
 

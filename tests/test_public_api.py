@@ -1,4 +1,4 @@
-"""The public names are what a script may rely on; each arrives when it is used."""
+"""Scripts may rely on the public names. Each loads on first use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ACCELERATOR = """
 
 
 def test_the_public_names() -> None:
-    """A name is added here when it is added there, and removed from neither."""
+    """Adding a name there means adding it here. No name is removed from either."""
     assert sorted(zero_plugin.__all__) == NAMES
     assert set(NAMES) <= set(dir(zero_plugin))
     for name in NAMES:
@@ -78,7 +78,7 @@ def test_the_public_names() -> None:
 
 
 def test_all_that_accelerates_import_gives() -> None:
-    """`import zero_plugin as accelerate` has its names and its modules, but for those of its commands and files."""
+    """`import zero_plugin as accelerate` has its names and its modules, except those of its commands and files."""
     accelerate = pytest.importorskip("accelerate")
     code = "import sys, accelerate; print(*(name for name in vars(accelerate) if name[0] != '_'))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -88,7 +88,7 @@ def test_all_that_accelerates_import_gives() -> None:
 
 
 def test_the_accelerators_names() -> None:
-    """What a loop may call."""
+    """A loop may call all of these."""
     assert {name for name in dir(zero_plugin.Accelerator) if not name.startswith("_")} == set(ACCELERATOR.split())
 
 

@@ -1,4 +1,4 @@
-"""What a run resolved to stays in a file, and never fails the run."""
+"""A run's resolved values are kept in a file, and never fail the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(strategy: str = "deepspeed") -> dict[str, object]:
 
 
 def test_the_record_holds_every_value_its_origin_and_deepspeeds_config(tmp_path: Path) -> None:
-    """A typed value has its place, an `auto` the place where it is written and the reason, an added one a reason."""
+    """A typed value has its place, an `auto` its written place and the reason, an added value a reason."""
     file = write_record(record(), tmp_path)
     assert file == tmp_path / RECORD_NAME
     read = json.loads(file.read_text())
@@ -43,12 +43,12 @@ def test_the_record_holds_every_value_its_origin_and_deepspeeds_config(tmp_path:
 
 
 def test_off_deepspeed_there_is_no_config_for_it() -> None:
-    """The path without DeepSpeed gives it nothing."""
+    """Without DeepSpeed, it gets no config."""
     assert record("ddp")["deepspeed_config"] is None
 
 
 def test_it_goes_to_the_log_folder_or_the_cache(tmp_path: Path) -> None:
-    """`log_dir` first, then the variable, then the cache; the sentence says where."""
+    """`log_dir` comes first, then the variable, then the cache. The sentence says where."""
     logs, named, cache = (tmp_path / name for name in ("logs", "named", "cache"))
     environment = {"ZERO_PLUGIN_RUNS": str(named), "XDG_CACHE_HOME": str(cache)}
     for log_dir, environ, folder in (
@@ -63,14 +63,14 @@ def test_it_goes_to_the_log_folder_or_the_cache(tmp_path: Path) -> None:
 
 
 def test_several_models_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
-    """Nothing is overwritten, also not by this process."""
+    """No file is overwritten, also not by this process."""
     for _ in range(3):
         keep_record(record(), None, {"ZERO_PLUGIN_RUNS": str(tmp_path)})
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_newest_twenty_stay_in_the_cache_and_all_in_a_log_folder(tmp_path: Path) -> None:
-    """Old records go, other files stay; what lies in the user's own folder is not ours to delete."""
+    """Old records go, other files stay. Files in the user's own folder are never deleted."""
     for number in range(30):
         (tmp_path / f"resolved-20200101-0000{number:02d}-1.json").write_text("{}")
     (tmp_path / "other.json").write_text("{}")
@@ -84,14 +84,14 @@ def test_the_newest_twenty_stay_in_the_cache_and_all_in_a_log_folder(tmp_path: P
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    """The run goes on, without the file."""
+    """The run continues without the file."""
     (tmp_path / "file").write_text("")
     sentence = keep_record(record(), None, {"ZERO_PLUGIN_RUNS": str(tmp_path / "file")})
     assert sentence.startswith(f"the resolved configuration is kept nowhere: {tmp_path / 'file'} cannot be written")
 
 
 def test_a_user_without_a_home_gets_no_folder_named_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's user of a bare number, without HOME: `~` stays as it is, and is no folder of the working folder."""
+    """A container's user with only a uid, and no HOME, keeps `~` unexpanded. No folder of that name appears."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     sentence = keep_record(record(), None, {})
@@ -117,7 +117,7 @@ accelerator.save_model(model, sys.argv[1])
 def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """Two lines on the terminal, one of which names the file with all values. ZERO_PLUGIN_VERBOSE adds lines."""
+    """The terminal has two lines, and one names the file with all values. ZERO_PLUGIN_VERBOSE adds lines."""
     done = run_python("-c", _RUN, tmp_path / "model", ZERO_PLUGIN_RUNS=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
     (kept,) = (tmp_path / "runs").iterdir()

@@ -1,4 +1,4 @@
-"""The lines on a schedule: its learning rates at start, in both countings, and a length that is not the loop's."""
+"""The lines on a schedule: its start rates in both countings, and a length that differs from the loop's."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def sgd(lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def linear_after_warmup(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
-    """As in transformers: rise, then fall to 0."""
+    """Build transformers' linear schedule: rise, then fall to 0."""
     if step < num_warmup_steps:
         return step / num_warmup_steps
     return max(0.0, (num_training_steps - step) / (num_training_steps - num_warmup_steps))
 
 
-linear_after_warmup.__module__ = "transformers.optimization"  # whose functions are known to count nothing
+linear_after_warmup.__module__ = "transformers.optimization"  # these schedules' functions are known to count nothing
 
 
 def linear(optimizer: Any, warm: int = 10, total: int = 100) -> lr_scheduler.LambdaLR:
@@ -46,7 +46,7 @@ def decay(**params: Any) -> SchedulerSection:
 
 
 def test_a_section_shows_its_corners() -> None:
-    """Start, after warm-up, middle and end, and how long an epoch is; a schedule without an end takes the epoch."""
+    """They show start, after warm-up, middle, end, and an epoch's length. A schedule without an end takes the epoch."""
     assert describe_section(decay(), [0.005], None, 25) == (
         "WarmupDecayLR: learning rate 0 start (step 0), 0.01 after warm-up (step 11), 0.00567 middle (step 50), "
         "0.000111 end (step 100); one epoch is 25 optimizer steps"
@@ -79,14 +79,17 @@ def test_a_divided_placeholder_shows_both_ends() -> None:
     ],
 )
 def test_numbers_that_a_type_does_not_know_shape_nothing(kind: str, params: dict[str, Any]) -> None:
-    """As Accelerate's examples have them: DummyScheduler(total 100, warm-up 10) beside any type of a section."""
+    """This is as in Accelerate's examples: DummyScheduler(total 100, warm-up 10) with any type of a section."""
     facts = SchedulerFacts(placeholder=True, total_num_steps=100, warmup_num_steps=10)
     section = SchedulerSection(kind, params)
     assert describe_section(section, [0.005], facts, 7) == describe_section(section, [0.005], None, 7)
 
 
 def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
-    """In applied steps: a schedule of 100 steps that advances twice per step ends in step 50; the schedule stays."""
+    """In applied steps, a schedule of 100 steps that advances twice per step ends in step 50.
+
+    The schedule is unchanged.
+    """
     schedule = linear(sgd())
     line = describe_torch_scheduler(schedule, 2, 30)
     assert line == (
@@ -118,7 +121,7 @@ def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
     ],
 )
 def test_the_end_of_a_schedule(build: Any, end: int | None) -> None:
-    """Known for those that state it; DeepSpeed's OneCycle is meant to go on decaying after its cycle."""
+    """It is known for schedules that state it. DeepSpeed's OneCycle is meant to decay after its cycle too."""
     assert own_steps(build(sgd())) == end
 
 
@@ -144,7 +147,7 @@ ONE_CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}
     ],
 )
 def test_a_length_in_the_other_counting(length: int, counts: str, built_before: bool, warned: str | None) -> None:
-    """Whole epochs of the loader in the counting that is not the run's are warned of; what fits, or neither, is not."""
+    """A warning appears if the length is complete epochs in the other counting, and not in the run's own."""
     facts = Facts(LoopFacts(4, "", batches_per_epoch=17, batches_given=33), MachineFacts(processes=2))
     line = describe_counting(
         "OneCycleLR", length, facts, 1, by_process=counts == "processes", built_before=built_before
@@ -159,7 +162,7 @@ def test_a_length_in_the_other_counting(length: int, counts: str, built_before: 
 
 @pytest.mark.parametrize("steps_per_epoch", [33 // 4, -(-33 // 4)])
 def test_a_length_divided_by_accumulation(steps_per_epoch: int) -> None:
-    """However the script rounds an epoch of accumulation windows, the length is understood."""
+    """The length is understood for any rounding of an epoch of accumulation windows."""
     facts = Facts(LoopFacts(4, "", batches_per_epoch=17, batches_given=33), MachineFacts(processes=2))
     for length, by_process in ((3 * steps_per_epoch, False), (3 * -(-17 // 4), True)):
         line = describe_counting("LambdaLR", length, facts, 4, by_process=by_process, built_before=True)
@@ -170,7 +173,7 @@ def test_a_length_divided_by_accumulation(steps_per_epoch: int) -> None:
 
 
 def test_lengths_that_cannot_differ_are_not_warned_of() -> None:
-    """One process, a loader without a length, a run that goes on with fewer machines."""
+    """One process, a loader without a length, and a run that continues with fewer machines give no warning."""
     for loop, machine in (
         (LoopFacts(4, "", batches_per_epoch=33, batches_given=33), MachineFacts()),
         (LoopFacts(4), MachineFacts(processes=2)),
@@ -184,7 +187,7 @@ def test_lengths_that_cannot_differ_are_not_warned_of() -> None:
 
 
 def test_a_scripts_own_function_is_not_called() -> None:
-    """It may count its calls; then only the start is shown. Of a plateau, and without an epoch's length, nothing."""
+    """It may count its calls, so only the start is shown. A plateau, or an unknown epoch length, shows nothing."""
     calls = itertools.count()
     start = "LambdaLR: learning rate 1 start (step 0); one epoch is 30 optimizer steps"
     for wrapped in (False, True):
@@ -200,7 +203,7 @@ def test_a_scripts_own_function_is_not_called() -> None:
 
 
 def test_a_schedule_without_an_end_is_shown_over_an_epoch() -> None:
-    """Start and the end of the first epoch."""
+    """The report shows start and the end of the first epoch."""
     line = describe_torch_scheduler(lr_scheduler.ExponentialLR(sgd(), 0.5), 1, 3)
     assert line == (
         "ExponentialLR: learning rate 1 start (step 0), 0.125 after one epoch (step 3); one epoch is 3 optimizer steps"
@@ -209,7 +212,7 @@ def test_a_schedule_without_an_end_is_shown_over_an_epoch() -> None:
 
 @pytest.mark.parametrize(("times", "typed", "steps"), [(1, 1, 100), (2, 2, 50), (3, 3, 34), (1, 2, 100)])
 def test_the_loop_goes_on_after_the_schedule(times: int, typed: int, steps: int) -> None:
-    """Said once, in the first step too many, with both numbers; nothing is said at the end then."""
+    """It is logged once, in the first step too many, with both numbers. The end then logs nothing."""
     length = SchedulerLength(linear(sgd()), times, typed)
     lines = [length.count() for _ in range(steps + 3)]
     assert [line is None for line in lines] == [True] * steps + [False, True, True]
@@ -220,7 +223,7 @@ def test_the_loop_goes_on_after_the_schedule(times: int, typed: int, steps: int)
 
 @pytest.mark.parametrize(("times", "typed", "steps"), [(1, 1, 100), (2, 2, 50), (1, 2, 100)])
 def test_the_loop_ends_before_the_schedule(times: int, typed: int, steps: int) -> None:
-    """Said at the end, with both numbers, the rate that was reached, and the number to write."""
+    """The end logs both numbers, the rate that was reached, and the number to write."""
     length = SchedulerLength(linear(sgd()), times, typed)
     assert length.at_end(0.25) is None  # it never ran
     for _ in range(steps - 20):
@@ -233,7 +236,7 @@ def test_the_loop_ends_before_the_schedule(times: int, typed: int, steps: int) -
 
 
 def test_a_schedule_as_long_as_the_loop_says_nothing() -> None:
-    """Neither in the loop nor at its end."""
+    """Neither the loop nor its end logs a line."""
     length = SchedulerLength(linear(sgd()), 1, 1)
     assert [length.count() for _ in range(100)] == [None] * 100
     assert length.at_end(0.0) is None

@@ -13,7 +13,7 @@ from zero_plugin.loop.scheduler import AcceleratedScheduler
 
 
 def run(scheduler: Any, loop: Loop, times: int, steps: int) -> list[float]:
-    """Rates applied at each step of a loop under a prepared scheduler."""
+    """Return the rates applied at each step of a loop under a prepared scheduler."""
     prepared = AcceleratedScheduler(scheduler, loop.optimizer, times=times)
     rates = []
     for _ in range(steps):
@@ -26,7 +26,7 @@ def run(scheduler: Any, loop: Loop, times: int, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_schedule_advances_with_applied_steps(times: int) -> None:
-    """`times` per applied step; a call inside a window, or after a skipped step, does not count."""
+    """It advances `times` per applied step. A call inside a window, or after a skipped step, does not count."""
     loop = Loop(steps=2, lr=1.0)
     rates = run(LambdaLR(loop.sgd, lambda step: 1 / (1 + step)), loop, times, steps=4)
     assert rates == pytest.approx([1, 1, 1 / (1 + times), 1 / (1 + times)])
@@ -45,7 +45,7 @@ def test_a_skipped_step_does_not_advance() -> None:
 
 
 def test_one_call_per_epoch() -> None:
-    """An epoch counts if any of its steps was applied, though its last one was skipped, or stood inside a window."""
+    """An epoch counts if any of its steps was applied, even if the last one was skipped or inside a window."""
     loop = Loop(steps=2, lr=1.0)
     prepared = AcceleratedScheduler(LambdaLR(loop.sgd, lambda step: 0.5**step), loop.optimizer, times=1)
     nan = float("nan")
@@ -69,7 +69,7 @@ def test_one_cycle_ends_at_its_end(times: int) -> None:
 
 
 def test_a_plateau_counts_measurements() -> None:
-    """However many processes: one call is one measurement, and the metric is passed on."""
+    """For any number of processes, one call is one measurement, and the metric is passed on."""
     loop = Loop(lr=1.0)
     prepared = AcceleratedScheduler(ReduceLROnPlateau(loop.sgd, factor=0.1, patience=1), loop.optimizer, times=4)
     rates = []
@@ -85,7 +85,7 @@ def test_a_plateau_counts_measurements() -> None:
 
 
 def test_a_plateau_loses_no_measurement() -> None:
-    """Also those inside a window, and after a step that was skipped."""
+    """Measurements inside a window, and after a skipped step, count too."""
     loop = Loop(steps=3, lr=1.0)
     prepared = AcceleratedScheduler(ReduceLROnPlateau(loop.sgd, factor=0.1, patience=1), loop.optimizer)
     for gradient in (1.0, float("nan"), 1.0):
@@ -96,7 +96,7 @@ def test_a_plateau_loses_no_measurement() -> None:
 
 
 def test_a_chain_goes_on() -> None:
-    """A ChainedScheduler has no `last_epoch`; its state goes out and in, and its rates are shown."""
+    """A ChainedScheduler has no `last_epoch`. Its state is saved and loaded, and its rates are shown."""
     loop = Loop(lr=1.0)
     parts = [LambdaLR(loop.sgd, lambda step: 0.5**step), ConstantLR(loop.sgd, factor=0.1, total_iters=9)]
     prepared = AcceleratedScheduler(ChainedScheduler(parts), loop.optimizer)

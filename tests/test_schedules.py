@@ -78,7 +78,7 @@ def adam():
 
 
 def walk(optimizer, scheduler, steps=60):
-    """Learning rates and betas of every group as used by each optimizer step."""
+    """Return learning rates and betas of every group as used by each optimizer step."""
     used = []
     for _ in range(steps):
         used.append([value for group in optimizer.param_groups for value in (group["lr"], *group["betas"])])
@@ -101,7 +101,7 @@ def test_every_step_equals_deepspeeds_own_class(kind, params):
 
 
 def test_defaults_are_deepspeeds():
-    """The table of defaults is what the classes' own signatures say."""
+    """The table of defaults equals the classes' own signatures."""
     import inspect
 
     from deepspeed.runtime import lr_schedules
@@ -165,7 +165,7 @@ def test_the_rate_applied_is_the_engines(tmp_path, run_python):
     ],
 )
 def test_no_warm_up_starts_at_the_peak(kind, params, first, last):
-    """warmup_num_steps 0, which DeepSpeed refuses, just has no warm-up."""
+    """warmup_num_steps 0, which DeepSpeed refuses, means no warm-up."""
     optimizer = adam()
     used = walk(optimizer, build_scheduler(SchedulerSection(kind, params), optimizer), steps=23)
     assert used[0][0] == pytest.approx(first)
@@ -175,7 +175,7 @@ def test_no_warm_up_starts_at_the_peak(kind, params, first, last):
 
 @pytest.mark.parametrize(("kind", "params"), [CASES[5], CASES[14]])
 def test_a_restored_schedule_continues(kind, params):
-    """After load_state_dict on a fresh optimizer, groups have the saved step's values at once, and go on equally."""
+    """After load_state_dict on a fresh optimizer, groups immediately have the saved values, and continue equally."""
     one, other = adam(), adam()
     schedule = build_scheduler(SchedulerSection(kind, params), one)
     walk(one, schedule, steps=17)
@@ -195,7 +195,7 @@ def test_momentum_stays_where_there_is_none_to_cycle():
 
 
 def test_torchs_own_schedules_are_built_by_name():
-    """Any class of torch.optim.lr_scheduler that takes plain arguments."""
+    """Any class of torch.optim.lr_scheduler with plain arguments works."""
     schedule = build_scheduler(SchedulerSection("CosineAnnealingLR", {"T_max": 10}), adam())
     assert isinstance(schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
 

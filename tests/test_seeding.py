@@ -31,7 +31,7 @@ def test_the_same_seed_draws_the_same() -> None:
 
 
 def test_a_seed_beyond_numpy_s_range_is_taken() -> None:
-    """torch takes 64 bits, NumPy 32; the call takes what torch takes."""
+    """torch takes 64 bits, NumPy 32. The call takes the same seeds as torch."""
     set_seed(2**40 + 3)
     wide = draw()[1]
     set_seed(3)
@@ -51,7 +51,7 @@ def test_deterministic_makes_torch_strict(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_processes_of_a_launcher_draw_differently_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`device_specific` before `Accelerator()` goes by the rank that the launcher set."""
+    """`device_specific` before `Accelerator()` uses the launcher's rank."""
     set_seed(5)
     first = draw()
     monkeypatch.setenv("RANK", "3")
@@ -60,7 +60,7 @@ def test_processes_of_a_launcher_draw_differently_before_they_meet(monkeypatch: 
 
 
 def test_a_generator_that_is_not_here_is_named() -> None:
-    """What can be synchronised is said; no kind is passed over."""
+    """The error names the kinds that can be synchronised. No kind is ignored."""
     with pytest.raises(LoopError, match=r"'generator'\): this process can synchronise torch"):
         synchronize_rng_state("generator")
     with pytest.raises(LoopError, match="'xla'"):
@@ -69,7 +69,7 @@ def test_a_generator_that_is_not_here_is_named() -> None:
 
 @in_processes(2)
 def test_processes_draw_alike_when_synchronised(rank: int) -> None:
-    """The CPU's generator and one of the script's; others keep their own draws."""
+    """The CPU's generator and one of the script's agree. Others keep their own draws."""
     set_seed(0, device_specific=True)
     generator = torch.Generator().manual_seed(rank)
     synchronize_rng_states([RNGType.TORCH, "generator"], generator)

@@ -1,4 +1,4 @@
-"""States are views: whoever asks, and whenever, sees what runs."""
+"""States are views: any code sees, at any time, what runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"
 
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins and ends without states, and without a process group."""
+    """Begin and end each test without states, and without a process group."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     _forget()
     yield
@@ -45,7 +45,7 @@ def test_distributed_type_is_its_word() -> None:
 
 
 def test_a_partial_state_needs_no_accelerator() -> None:
-    """It starts the processes; every further one is the same, with what the script puts there."""
+    """It starts the processes. Every further one is the same, with the script's own attributes."""
     assert not PartialState._shared_state
     state = PartialState(cpu=True)
     assert state.initialized
@@ -61,7 +61,7 @@ def test_a_partial_state_needs_no_accelerator() -> None:
 
 
 def test_a_partial_state_follows_the_newest_accelerator() -> None:
-    """Also one that was made before: it shows how the run's processes work together."""
+    """A state from before the Accelerator follows it too, and shows how the run's processes work together."""
     state = PartialState(cpu=True)
     Accelerator(config=ZERO)
     assert state.distributed_type == DistributedType.DEEPSPEED
@@ -71,7 +71,7 @@ def test_a_partial_state_follows_the_newest_accelerator() -> None:
 
 
 def test_an_accelerator_state_is_of_an_accelerator() -> None:
-    """Without one it says what to write; with one it shows its precision and type."""
+    """Without an Accelerator, the error says what to write. With one, it shows its precision and type."""
     with pytest.raises(LoopError, match=r"accelerator = Accelerator\(\)"):
         AcceleratorState()
     with pytest.raises(LoopError, match=r"accelerator = Accelerator\(mixed_precision='fp16'\)"):
@@ -91,7 +91,7 @@ def test_an_accelerator_state_is_of_an_accelerator() -> None:
 
 
 def test_the_deepspeed_plugin_is_what_runs() -> None:
-    """With ZeRO the state shows the configuration; a name that is not there is an error with those that are."""
+    """With ZeRO the state shows the configuration. An unknown name is an error with the known ones."""
     accelerator = Accelerator(config=ZERO)
     state = AcceleratorState()
     assert state.distributed_type == accelerator.distributed_type
@@ -102,7 +102,7 @@ def test_the_deepspeed_plugin_is_what_runs() -> None:
 
 
 def test_a_forgotten_state_says_so() -> None:
-    """An attribute that would be there, but for the reset, has an error of its own; any other has Python's."""
+    """An attribute that a reset removed has its own error. Any other has Python's."""
     state = PartialState(cpu=True)
     with pytest.raises(AttributeError, match="'PartialState' object has no attribute 'other'"):
         _ = state.other
@@ -120,11 +120,11 @@ def test_a_forgotten_state_says_so() -> None:
     assert not is_initialized()
     with pytest.raises(AttributeError, match="`AcceleratorState` object has no attribute `mixed_precision`"):
         _ = accelerator.state.mixed_precision
-    assert accelerator.mixed_precision == "no", "the run itself goes on"
+    assert accelerator.mixed_precision == "no", "the run itself continues"
 
 
 def test_a_gradient_state_is_the_window_s_and_the_loader_s() -> None:
-    """Accumulation and the running loop, seen from anywhere, nested loops too."""
+    """It shows accumulation and the running loop from anywhere, nested loops too."""
     assert (GradientState().num_steps, GradientState().sync_gradients) == (1, True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     state = GradientState()

@@ -1,4 +1,4 @@
-"""Trackers get what the script logs, on the main process only; the words of Accelerate's scripts work."""
+"""Trackers get the script's logged values, on the main process only. Accelerate's names work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(log_with: Any, folder: Path, **init: Any) -> Accelerator:
 
 
 def test_jsonl(tmp_path: Path) -> None:
-    """A line for each call of log, written at once; tensors and arrays are their numbers, nan is legal JSON."""
+    """Each call of log immediately writes a line. Tensors and arrays become numbers, and nan is legal JSON."""
     accelerator = run("jsonl", tmp_path)
     accelerator.log({"a": torch.tensor(2.5), "b": np.float32(0.5), "c": torch.arange(2), "d": float("nan")}, step=3)
     accelerator.log({"e": [np.float32(0.5), {"f": torch.tensor(1.5)}]}, step=4)
@@ -84,7 +84,7 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """Numbers become scalars, strings text, dicts several curves in one picture."""
+    """Numbers become scalars, strings text, dicts several curves in one plot."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accelerator = run(LoggerType.TENSORBOARD, tmp_path)
@@ -104,7 +104,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_wandb_offline(tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """A run without network leaves its file, with the hyper-parameters and every value in it."""
     home = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(tmp_path / "home"))
-    # In a process of its own: it starts a service, threads and all.
+    # In its own process: it starts a service, threads included.
     script = tmp_path / "script.py"
     script.write_text(
         "import warnings; warnings.simplefilter('ignore')\n"
@@ -125,7 +125,7 @@ def test_wandb_offline(tmp_path: Path, run_python: Callable[..., subprocess.Comp
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers become metrics, strings tags, and the hyper-parameters parameters, cut where they are too long."""
+    """Numbers become metrics, strings tags, and the hyper-parameters parameters, cut if too long."""
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -149,7 +149,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_scripts_own_tracker() -> None:
-    """It is started, given everything with its arguments, and finished at the end of training."""
+    """It is started, gets all calls with their arguments, and is finished at the end of training."""
     kept = Kept()
     accelerator = Accelerator(log_with=[kept], **ONE_STEP)
     accelerator.init_trackers("a-run", HYPER)
@@ -168,7 +168,7 @@ def test_a_scripts_own_tracker() -> None:
 
 @pytest.fixture
 def known() -> Iterator[dict[str, Any]]:
-    """The trackers by name, which are afterwards as before."""
+    """Return the trackers by name, and restore them afterwards."""
     before = dict(LOGGER_TYPE_TO_CLASS)
     yield LOGGER_TYPE_TO_CLASS
     LOGGER_TYPE_TO_CLASS.clear()
@@ -192,7 +192,7 @@ def test_a_registered_tracker_is_known_by_name(
         requires_logging_directory = True
 
     register_tracker_class(Named)
-    known["folder"] = Folder  # as scripts did before there was a function for it
+    known["folder"] = Folder  # as scripts did before a function for it existed
     accelerator = run(["named", "folder"], tmp_path, named={"color": "red"})
     calls = [accelerator.get_tracker(name, unwrap=True)[:2] for name in ("named", "folder")]
     assert calls == [[(("a-run",), {"color": "red"}), HYPER], [(("a-run", tmp_path), {}), HYPER]]
@@ -208,7 +208,7 @@ def test_a_registered_tracker_is_known_by_name(
 
 
 def test_what_cannot_be_registered(known: dict[str, Any]) -> None:
-    """No class, no tracker, no name, no word about folders: an error says which."""
+    """Errors name the fault: no class, no tracker, no name, no word about folders."""
     for wrong, what in (
         (Kept(), "is no subclass"),
         (dict, "is no subclass"),
@@ -221,7 +221,7 @@ def test_what_cannot_be_registered(known: dict[str, Any]) -> None:
 
 
 def test_all_takes_those_that_can_run(tmp_path: Path) -> None:
-    """`all` is every installed one; without a folder, those that write no files; one named twice is started once."""
+    """`all` is every installed one, or without a folder those that write no files. A duplicate starts once."""
     names = [str(name) for name in get_available_trackers()]
     assert names == ["jsonl", "tensorboard", "wandb", "mlflow"]
     with_folder = Accelerator(log_with="all", project_dir=tmp_path, **ONE_STEP)
@@ -239,7 +239,7 @@ def test_all_takes_those_that_can_run(tmp_path: Path) -> None:
 def test_what_cannot_be_logged_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every tracker at fault is named, before anything starts: unknown, not installed, without a folder."""
+    """Every faulty tracker is named before anything starts: unknown, not installed, without a folder."""
     monkeypatch.setattr(TensorBoardTracker, "needs", ("no_such_package",))
     with pytest.raises(ConfigError) as caught:
         Accelerator(log_with=["tensorbord", "tensorboard", "jsonl"], **ONE_STEP)
@@ -285,7 +285,7 @@ init, config = Run, Config()
 
 
 def test_accelerates_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run without an Accelerator of Accelerate's; a package in trackio's place keeps what its class calls."""
+    """They run without an Accelerator of Accelerate's. A package that replaces trackio keeps its class's calls."""
     with pytest.raises(ConfigError, match=r"trackio is not installed\n.*pip install trackio"):
         Accelerator(log_with="trackio", **ONE_STEP)
     (tmp_path / "trackio.py").write_text(OTHERS_PACKAGE)
@@ -306,7 +306,7 @@ def test_accelerates_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("zero", [None, 2])
 def test_metrics(zero: int | None, built_ops: None) -> None:
-    """Learning rate, norm before clipping, throughput and free memory; the norm is the step's own."""
+    """Learning rate, norm before clipping, throughput and free memory are logged. The norm is the step's own."""
     config: dict[str, Any] = {"use_cpu": True, "distributed_type": "DEEPSPEED" if zero else "NO"}
     config["deepspeed_config"] = {"gradient_clipping": 0.01, **({"zero_optimization": {"stage": zero}} if zero else {})}
     accelerator = Accelerator(config=config)
@@ -328,7 +328,7 @@ def test_metrics(zero: int | None, built_ops: None) -> None:
 
 
 def test_metrics_of_fp16() -> None:
-    """The loss scale, and how many steps in a row were skipped."""
+    """The loss scale, and the number of skipped steps in a row, are logged."""
     accelerator = Accelerator(mixed_precision="fp16", **ONE_STEP)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -340,7 +340,7 @@ def test_metrics_of_fp16() -> None:
 
 
 def test_what_is_logged_after_the_end_is_an_error(tmp_path: Path) -> None:
-    """It names the trackers, which are closed; without any, log does nothing before the end or after."""
+    """It names the closed trackers. Without any tracker, log does nothing before the end or after."""
     accelerator = run("jsonl", tmp_path)
     accelerator.end_training()
     said = r"was called after end_training\(\), which has closed the trackers \(jsonl\). Nothing was written.\nCall"
@@ -378,7 +378,7 @@ accelerator.end_training()
 
 @pytest.mark.processes
 def test_only_the_main_process_writes(tmp_path: Path, run_processes: Callable[..., list[str]]) -> None:
-    """All processes make the same calls; the first one writes, and shows the bar."""
+    """All processes make the same calls. The first one writes, and shows the bar."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     outputs = run_processes(script, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""A model comes out of what it was wrapped into, and no further than asked."""
+"""A model is unwrapped from its containers, and no further than requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model() -> nn.Module:
 
 
 def test_containers(model: nn.Module) -> None:
-    """Every container around a model is taken off, a submodule called `module` is not."""
+    """Every container around a model is removed. A submodule called `module` is not."""
     assert extract_model(model) is model
     assert extract_model(nn.DataParallel(nn.DataParallel(model))) is model
     holder = nn.Module()
@@ -32,7 +32,7 @@ def test_containers(model: nn.Module) -> None:
 
 
 def test_containers_inside(model: nn.Module) -> None:
-    """`recursive` takes submodules out too, on every level."""
+    """`recursive` unwraps submodules too, on every level."""
     outer = nn.Sequential(nn.Sequential(nn.DataParallel(model)))
     assert extract_model(nn.DataParallel(outer), recursive=True) is outer
     assert outer[0][0] is model
@@ -40,7 +40,7 @@ def test_containers_inside(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_compiled_models(model: nn.Module, keep: bool) -> None:
-    """The compiled model is kept, with the inner one inside, or given up."""
+    """The compiled model is kept, with the inner one inside, or removed."""
     compiled = torch.compile(nn.DataParallel(model), backend="eager")
     got = extract_model(compiled, keep_torch_compile=keep)
     assert got is (compiled if keep else model)
@@ -49,14 +49,14 @@ def test_compiled_models(model: nn.Module, keep: bool) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_models_with_compiled_regions(keep: bool) -> None:
-    """A model whose blocks are compiled is kept, or the one that it was made from comes back."""
+    """A model whose blocks are compiled is kept, or its original is returned."""
     plain = nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))
     compiled = compile_regions(plain, backend="eager")
     assert extract_model(compiled, keep_torch_compile=keep) is (compiled if keep else plain)
 
 
 def test_decorated_forwards(model: nn.Module) -> None:
-    """Decorators of a forward come off one after another, and the model can be pickled again."""
+    """Decorators of a forward are removed one after another, and the model can be pickled again."""
 
     def decorate(forward):
         @functools.wraps(forward)
@@ -77,6 +77,6 @@ def test_decorated_forwards(model: nn.Module) -> None:
 
 
 def test_a_forward_of_the_users_own_stays(model: nn.Module) -> None:
-    """What carries no decorator is nobody's to take off."""
+    """A forward without a decorator is never removed."""
     model.forward = torch.neg
     assert extract_model(model, keep_fp32_wrapper=False).forward is torch.neg

@@ -1,4 +1,4 @@
-"""What was tried against the package, and what came of it: one table at the end of pytest's output."""
+"""A table of the cases tried against the package and their results, at the end of pytest's output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLUMNS = ("tried", "ended in time", "right message", "lost", "slowest s")
 
 @pytest.fixture
 def tried(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Any]]:
-    """A row for one kind, to be counted up while a test runs: so what a test that fails had found is in the table."""
+    """Return the row of one kind, to count up during a test. So the table has a failing test's findings too."""
 
     def add(kind: str, count: int = 0) -> dict[str, Any]:
         row: dict[str, Any] = {"kind": kind, **dict.fromkeys(_COLUMNS, 0), "tried": count}
@@ -24,7 +24,7 @@ def tried(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Any]]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The rows of all tests, those of a kind as one."""
+    """Print the rows of all tests, with rows of one kind merged."""
     table: dict[str, dict[str, Any]] = {}
     reports = [report for found in terminalreporter.stats.values() for report in found]
     for report in reports:

@@ -1,4 +1,4 @@
-"""What a type checker reads of a script: what goes into `prepare` comes out. `test_package.py` has mypy check it."""
+"""A script for type checkers: `prepare` returns the types of its arguments. `test_package.py` has mypy check it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GPT(nn.Module):
-    """A model with a type of its own."""
+    """A model with its own type."""
 
 
 def train(objects: list[Any], modules: list[nn.Module]) -> None:

@@ -19,11 +19,10 @@ from on_paths import on_paths, on_rows, row
 from paths import loss_of, make_net, own_batch, running
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint import save, tensor_files
+from zero_plugin.checkpoint import locks, save, tensor_files
 from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
-from zero_plugin.loop import checkpoints
 
 pytestmark = pytest.mark.programs
 
@@ -148,7 +147,7 @@ def test_a_failing_disk(path: str, failure: str, way: str, folder: Path) -> None
         training.asynchronous = way == "asynchronously"
         moments = Moments()
         if failure == "read-only":  # no file may be open then
-            checkpoints.claim = lambda lock, place: None
+            locks.claim = lambda lock, place: None
         if way == "without-reserving":
             tensor_files.reserve = lambda file, size: file.truncate(size)
         rank, main = dist.get_rank(), dist.get_rank() == 0

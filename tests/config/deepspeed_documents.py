@@ -1,4 +1,4 @@
-"""Draws DeepSpeed configurations as people write them, with slips of the pen, and reads them by DeepSpeed's parser."""
+"""Draw DeepSpeed configurations as people write them, with typos, and read them by DeepSpeed's parser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient
 _CORE: Final = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", *_BATCH)
 _NUMBERS: Final = (0, 1, 2, 3, 4, 8, 64, 1000, 10**6, 5 * 10**8)
 _WORDS: Final = ("x", "cpu", "/tmp/x", "1", "fp16", "bf16")
-# Wrong for most keys: slips of the pen, and values that one parser reads as another type and another does not.
+# Wrong for most keys: typos, and values to which parsers give different types.
 STRAY: Final[tuple[Any, ...]] = (
     *(None, True, False, -1, 0, 1, 2, 3, 0.5, 1.0, 2.0, -0.5, 1e30, 10**40, "", "auto", "AUTO", "x", "none", "None"),
     *("true", "True", "yes", "y", "t", "on", "1", "0", "2", " 2 ", "2.0", "2e8", "1_000", "cpu", "CPU", "fp16", "FP16"),
@@ -34,7 +34,7 @@ STRAY: Final[tuple[Any, ...]] = (
 
 
 def legal_value(draw: random.Random, schema: Schema) -> Any:
-    """One that the schema allows at this place."""
+    """Draw a value that the schema allows at this place."""
     if "anyOf" in schema:
         return legal_value(draw, draw.choice(schema["anyOf"]))
     if "const" in schema:
@@ -66,7 +66,7 @@ def _number(draw: random.Random, kind: str, schema: Schema) -> int | float:
 
 
 def section(draw: random.Random, schema: Schema, most: int) -> Config:
-    """A section with a few of its keys, each legal; a type decides which parameters there are."""
+    """Draw a section with a few of its keys, each legal. A type decides which parameters exist."""
     properties = dict(schema["properties"])
     found: Config = {}
     if "allOf" in schema:
@@ -120,7 +120,7 @@ def _precision(draw: random.Random) -> Config:
 
 
 def draw_document(draw: random.Random) -> Config:
-    """One configuration, with a slip or two in three of five."""
+    """Draw one configuration, with a typo in three of five."""
     properties = deepspeed_schema()["properties"]
     found = {**_batch(draw), **_precision(draw)}
     if draw.random() < 0.85:
@@ -140,7 +140,7 @@ def draw_document(draw: random.Random) -> Config:
 
 
 def documents(tries: int) -> Iterator[Config]:
-    """The same ones in every test, so that what they say of a document can be compared."""
+    """Return the same documents in every test, so results about one document can be compared."""
     draw = random.Random(17)
     for _ in range(tries):
         yield draw_document(draw)
@@ -150,7 +150,7 @@ def documents(tries: int) -> Iterator[Config]:
 
 
 def keys_of(config: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key of a configuration, sections too."""
+    """List every key of a configuration, sections too."""
     if isinstance(config, dict):
         for name, child in config.items():
             yield (*path, name)
@@ -187,7 +187,7 @@ def _misplaced(draw: random.Random, config: Config) -> None:
 
 
 def _other_name(draw: random.Random, config: Config) -> None:
-    """A name that DeepSpeed knows somewhere, or one that it has retired, in a section that may not have it."""
+    """Draw a name that DeepSpeed knows elsewhere or has retired, for a section that may not have it."""
     if draw.random() < 0.3:
         *above, name = draw.choice(sorted(RETIRED_KEYS))
         target = config
@@ -208,14 +208,14 @@ _SLIPS: Final = (_wrong_value, _wrong_value, _wrong_value, _near_miss, _misplace
 
 @functools.cache
 def _names_of_deepspeed() -> list[str]:
-    """Every name under which its parser keeps something, the keys of all its sections among them."""
+    """Return every name that its parser stores, including the keys of all its sections."""
     sections = {"offload_param": {}, "offload_optimizer": {}, "zenflow": {"topk_ratio": 0.1}}
     full = {"train_batch_size": 1, "zero_optimization": sections, "weight_quantization": {}, "comms_logger": {}}
     return sorted({str(path[-1]) for path in keys_of(parse(full))})
 
 
 def without_auto(config: Any, path: KeyPath = ()) -> Any:
-    """A copy without the keys that are open, which a run would fill before DeepSpeed sees them."""
+    """Return a copy without the open keys, which a run would fill before DeepSpeed sees them."""
     if not isinstance(config, dict):
         return copy.deepcopy(config)
     kept = {k: v for k, v in config.items() if v != "auto" or (*path, k) in DEEPSPEED_AUTO}
@@ -223,7 +223,7 @@ def without_auto(config: Any, path: KeyPath = ()) -> Any:
 
 
 def without(config: Config, path: KeyPath) -> Config:
-    """A copy without the key."""
+    """Return a copy without the key."""
     changed = copy.deepcopy(config)
     holder: Any = changed
     for part in path[:-1]:
@@ -234,10 +234,10 @@ def without(config: Config, path: KeyPath) -> Config:
 
 
 def parse(config: Config) -> Config:
-    """What DeepSpeed's parser reads out of a configuration of one process.
+    """Return the result of DeepSpeed's parser for a configuration of one process.
 
     Raises:
-        Exception: of any kind, for what it refuses.
+        Exception: of any kind, if the parser refuses the configuration.
     """
     from deepspeed import comm
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the installed DeepSpeed and torch know of their configuration; run as a script of its own."""
+"""Print, as JSON, the configuration facts of the installed DeepSpeed and torch; run as a separate script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 
 
 def kinds(annotation: Any) -> list[Any]:
-    """The JSON types, and the single values, that an annotation allows."""
+    """Return the JSON types, and the single values, that an annotation allows."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return [kind for argument in arguments for kind in kinds(argument)]
@@ -45,7 +45,7 @@ def kinds(annotation: Any) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A default as JSON has it."""
+    """Return a default in its JSON form."""
     if isinstance(value, enum.Enum):
         return value.value
     if hasattr(value, "model_dump"):
@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
 
 
 def models(names: dict[str, str]) -> dict[str, Any]:
-    """Of each pydantic model its fields: type, default, alias, range, whether it is deprecated."""
+    """Return each pydantic model's fields: type, default, alias, range, whether it is deprecated."""
     described = {}
     for section, name in names.items():
         module, _, cls = name.rpartition(".")
@@ -75,7 +75,7 @@ def models(names: dict[str, str]) -> dict[str, Any]:
 
 
 def constants(modules: list[str]) -> dict[str, Any]:
-    """Every `…_DEFAULT` of the modules in which DeepSpeed keeps the defaults of what it parses by hand."""
+    """Return every `…_DEFAULT` of the modules with the defaults of DeepSpeed's hand-parsed sections."""
     found = {}
     for name in modules:
         for key, value in vars(importlib.import_module(name)).items():
@@ -85,12 +85,12 @@ def constants(modules: list[str]) -> dict[str, Any]:
 
 
 def words(modules: list[str]) -> list[str]:
-    """Every text that those modules name, the keys among them."""
+    """Return every text that those modules name, including the keys."""
     return sorted({v for name in modules for v in vars(importlib.import_module(name)).values() if isinstance(v, str)})
 
 
 def muon() -> dict[str, Any]:
-    """The defaults of Muon's two halves: for matrices, and for all other parameters."""
+    """Return the defaults of Muon's two halves: for matrices, and for all other parameters."""
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
@@ -104,13 +104,13 @@ def muon() -> dict[str, Any]:
 
 
 def signature(cls: Any) -> dict[str, Any]:
-    """Of a class its arguments after the first, with their defaults."""
+    """Return a class's arguments after the first, with their defaults."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
     return {p.name: plain(p.default) for p in parameters if p.kind is not p.VAR_KEYWORD}
 
 
 def main() -> None:
-    """Describe what the JSON on the command line asks for."""
+    """Describe the objects that the JSON on the command line requests."""
     asked = json.loads(sys.argv[1])
     import torch
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig

@@ -1,4 +1,4 @@
-"""For each key of the schema the documents that set it, and what surrounds it there so that it could have an effect."""
+"""For each key of the schema, the documents that set it, and surroundings in which it could have an effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
 def stage(number: int, **more: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration of this stage, with further keys of `zero_optimization`."""
+    """Return a DeepSpeed configuration of this stage, with further keys of `zero_optimization`."""
     return {"zero_optimization": {"stage": number, **more}, "optimizer": copy.deepcopy(OPTIMIZER)}
 
 
@@ -40,7 +40,7 @@ FETCHING = (
     "overlap_comm",
 )
 INFO = {"log_level": "info"}
-# Keys that say something of what processes send one another.
+# Keys that change what processes send one another.
 OF_TWO_PROCESSES = (
     *(f"zero_optimization.{key}" for key in FETCHING),
     "zero_optimization.zero_hpz_partition_size",
@@ -49,7 +49,7 @@ OF_TWO_PROCESSES = (
     "torch_autocast.lower_precision_safe_modules",
 )
 
-# Where a key could do something, beside the four plain stages: prefix of keys -> configurations.
+# Further places where a key may have an effect, besides the four plain stages: prefix of keys -> configurations.
 SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     "zero_optimization.offload_param": [
         stage(3, offload_param={**CPU}, offload_optimizer={**CPU}),
@@ -63,7 +63,7 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         stage(3, sub_group_size=64, offload_optimizer={**NVME}, offload_param={**NVME, "max_in_cpu": 300}),
     ],
     "zero_optimization.offload_optimizer.ratio": [stage(3, sub_group_size=64, offload_optimizer={**CPU})],
-    # Weights that are not kept whole, so that there is something to fetch.
+    # Weights that do not stay unpartitioned, so there is something to fetch.
     **{f"zero_optimization.{key}": [stage(3, stage3_param_persistence_threshold=0)] for key in FETCHING},
     "zero_optimization.ignore_unused_parameters": [stage(2, offload_optimizer={**CPU}, ignore_unused_parameters=True)],
     "zero_optimization.override_module_apply": [stage(3, override_module_apply=True)],
@@ -128,7 +128,7 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     **{name: [section] for name, section in ON.items() if name not in ("torch_autocast", "wandb", "comet")},
 }
 
-# A value other than the default that asks for something, where the schema does not say one.
+# A value other than the default that requests an effect, for keys whose schema names none.
 VALUES: Mapping[str, Any] = {
     "zero_optimization.stage": 2,
     "zero_optimization.offload_param.nvme_path": "elsewhere",
@@ -167,7 +167,7 @@ VALUES: Mapping[str, Any] = {
     "pipeline.partition": "uniform",
     "activation_checkpointing.number_checkpoints": 2,
 }
-# Parameters of schedulers that have no default, or one that is none for five steps.
+# Parameters of schedulers that have no default, or one without effect within five steps.
 REQUIRED: Mapping[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 2},  # the default is longer than the whole training here
     "WarmupDecayLR": {"total_num_steps": 8, "warmup_num_steps": 2},
@@ -183,7 +183,7 @@ REQUIRED: Mapping[str, dict[str, Any]] = {
 }
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 1, "cycle_second_step_size": 1}
 HALVES = {"cycle_first_step_size": 2, "cycle_second_step_size": 2}
-# The same for single parameters, which do something beside others than these.
+# The same for single parameters, which have an effect only with others than these.
 BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
     **{("SGD", name): {"lr": 1e-3, "momentum": 0.9} for name in ("dampening", "nesterov")},
     **{  # falling losses are bad ones
@@ -200,7 +200,7 @@ BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
     ("OneCycleLR", "epochs"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
     ("OneCycleLR", "steps_per_epoch"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
 }
-# Types of optimizers whose parameters are tried nowhere.
+# Optimizer types whose parameters no case tries.
 NOT_RUN: Mapping[str, str] = {
     "Lamb": "needs a GPU",
     **dict.fromkeys(("LBFGS", "SparseAdam"), "the type is an error"),
@@ -215,8 +215,8 @@ class Case:
     Attributes:
         name: the key, for parameters with the type.
         key: its path.
-        before, after: whole configurations, without it and with it.
-        world: how many processes train.
+        before, after: complete configurations, without the key and with it.
+        world: number of training processes.
     """
 
     name: str
@@ -227,7 +227,7 @@ class Case:
 
 
 def other_value(path: KeyPath, schema: Mapping[str, Any]) -> Any:
-    """A legal value that is not the default; None where there is none."""
+    """Return a legal value that is not the default, or None."""
     if ".".join(path) in VALUES:
         return VALUES[".".join(path)]
     default = schema.get("default")
@@ -266,7 +266,7 @@ def _of_kind(kind: str, default: Any, branch: Mapping[str, Any]) -> Any:
 
 
 def put(config: Mapping[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
-    """A copy of `config` with `value` at `path`."""
+    """Return a copy of `config` with `value` at `path`."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     section = changed
     for part in path[:-1]:
@@ -281,11 +281,11 @@ def _whole(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def surroundings(key: str) -> dict[str, dict[str, Any]]:
-    """The configurations in which a key is tried, by name."""
+    """Return the configurations in which a key is tried, by name."""
     special = [
         config for prefix, configs in SURROUNDINGS.items() if f"{key}.".startswith(f"{prefix}.") for config in configs
     ]
-    if key == "zero_allow_untested_optimizer":  # elsewhere there is nothing to allow
+    if key == "zero_allow_untested_optimizer":  # elsewhere this key allows nothing
         return {f"own{n}": config for n, config in enumerate(special)}
     staged = key.partition(".")[0] in ("zero_optimization", "bf16", "fp16", "data_types") or "." not in key
     plain = STAGES if staged else {"zero2": STAGES["zero2"]}
@@ -293,13 +293,13 @@ def surroundings(key: str) -> dict[str, dict[str, Any]]:
 
 
 def cases() -> Iterator[Case]:
-    """Every key of DeepSpeed's part in each of its surroundings."""
+    """Yield every key of DeepSpeed's part in each of its surroundings."""
     for path, schema in walk_keys(deepspeed_schema()):
         key = ".".join(path)
         parameter = path[0] in ("optimizer", "scheduler") and len(path) > 2
         if path[:3] == ("tensor_parallel", "partition_config", "layer_specs") and len(path) > 3:
             continue  # in the items of a list, which are tried together
-        if "curriculum_metrics" in path[:-1]:  # which holds metrics by names of the user's
+        if "curriculum_metrics" in path[:-1]:  # it holds metrics under the user's names
             path = (*path[:4], "seqlen", *path[4:])
         if "properties" in schema or path in RENAMED_KEYS or parameter or path[:-1] == ("tensor_parallel", "tp_group"):
             continue
@@ -307,10 +307,10 @@ def cases() -> Iterator[Case]:
         if value is None:
             continue
         for name, config in surroundings(key).items():
-            # Offloaded on a CPU, nothing is pinned unless it is asked for; elsewhere true is DeepSpeed's default.
+            # Offloaded on a CPU, memory is pinned only on request; elsewhere true is DeepSpeed's default.
             here = name.startswith("own") if path[0] == "zero_optimization" and path[-1] == "pin_memory" else value
             if key == "zero_optimization.overlap_comm" and config["zero_optimization"]["stage"] == 3:
-                here = False  # there true is what null means
+                here = False  # there null means true
             if put(config, path, here) != config:
                 world = 2 if key in OF_TWO_PROCESSES else 1
                 yield Case(f"{key} [{name}]", path, _whole(config), _whole(put(config, path, here)), world)
@@ -343,13 +343,13 @@ def _parameters() -> Iterator[Case]:
 
 def _around(section: str, kind: str) -> dict[str, dict[str, Any]]:
     if section == "scheduler":
-        # DeepSpeed's OneCycle moves betas, torch's schedules a momentum as well.
+        # DeepSpeed's OneCycle moves betas, and torch's schedules move a momentum too.
         adam = {"type": "AdamW", "params": {"lr": 1e-2}}
         sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
         return {"zero2": {**STAGES["zero2"], "optimizer": adam if kind == "OneCycle" else sgd}}
     if kind == "Adafactor":
         return {"zero0": STAGES["zero0"]}
     offloaded = {"zero2-cpu": stage(2, offload_optimizer={**CPU}), "zero3-cpu": stage(3, offload_optimizer={**CPU})}
-    if kind == "Muon":  # beside a kernel that is built anyway
+    if kind == "Muon":  # with a kernel that is built anyway
         return {"zero2-cpu": offloaded["zero2-cpu"]}
     return {"zero2": STAGES["zero2"], **(offloaded if kind in ("AdamW", "Adagrad", "Lion") else {})}

@@ -1,7 +1,7 @@
-"""Runs trainings with given configurations, each in a process of its own, and tells what two of them do differently.
+"""Run trainings with given configurations, each in its own process, and report the differences between two of them.
 
-Reads lines of JSON, `[name, configuration, configuration, number of processes]`, those with the same first
-configuration one after the other (what it imports is imported here once for all), and answers each with a line `EFFECT`
+Reads lines of JSON, `[name, configuration, configuration, number of processes]`. Lines with the same first
+configuration come one after the other, and its imports run here once for all of them. Answers each with a line `EFFECT`
 and JSON:
 `[name, what the second run did otherwise, what it only held otherwise, what it alone said, its error, the first's]`.
 """
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon of DeepSpeed is compiled, for a minute
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed's Muon is compiled, for a minute
 # ruff: noqa: E402
 import cpuinfo
 
@@ -48,7 +48,7 @@ from zero_plugin.errors import CheckpointError
 _DEEPSPEED = str(Path(deepspeed.__file__).parent)
 _PACKAGE = str(Path(zero_plugin.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-# What reads the configuration, shows it, hands it on or writes it down: that it has another value there is no effect.
+# Functions that read the configuration, show it, pass it on or write it. A changed value there is no effect.
 _READERS = (
     "checkpoint/objects.py",
     "config.py",
@@ -61,21 +61,21 @@ _READERS = (
 )
 _OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "trackers/")
 _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
-# What the C++ object that reads and writes files says of itself.
+# Attributes by which the C++ object that reads and writes files describes itself.
 _OF_AIO_HANDLE = tuple(
     f"get_{name}" for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
 )
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
-_DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured
-# In names of files and folders: time, machine, process; of objects that are printed, the address; free memory, and what
-# nobody has written; the numbers of layers, of which a module prints those in one line that took equally long, and
-# which kind of layer took longest.
+_DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: the configured values
+# Noise in names of files and folders: time, machine, process. Noise in output: addresses of printed objects, free
+# memory and uninitialized values; the numbers of layers that a module prints on one line after equal times, and the
+# slowest kind of layer.
 _OF_THIS_PROCESS = re.compile(
     r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)|(?<=zero_plugin-swap-)\d+-\w+|(?<= at 0x)[0-9a-f]+"
     r"|(?<=\(available=)\d+|(?<= \()\d+(-\d+)?(?=\): )|(?<=fwd latency - {')\w+"
     r"|(?<=_flat_cpu_memory\[0\]\": \")[^\"]*"
 )
-_HEAD = re.compile(r"^\[[\d-]+ [\d:,]+\] (\[\w+\] \[[^]]*\] )?")  # of what DeepSpeed logs
+_HEAD = re.compile(r"^\[[\d-]+ [\d:,]+\] (\[\w+\] \[[^]]*\] )?")  # in DeepSpeed's log
 _CONFIGURATION = re.compile(r"^\[[\d-]+ [\d:,]+\] \[INFO\] \[config\.py:")
 _TENSOR = re.compile(r"\([\d, ]*\) torch\.")  # as `plain` shows it
 _DEEDS = ("loss", "rates", "weight", "files", "hooks", "printed")
@@ -83,7 +83,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.devi
 
 
 class Calls:
-    """Which functions ran with which plain arguments, and how often."""
+    """The functions that ran, with their plain arguments and counts."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
@@ -122,7 +122,7 @@ class Calls:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A plain value as text; of others their type."""
+    """Return a plain value as text, or another object's type."""
     if isinstance(value, int) and value > 2**40:
         return "<an address>"  # as `id` gives it
     if isinstance(value, _PLAIN):
@@ -135,7 +135,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """What tells a tensor's numbers from others: their sum; of a buffer of gigabytes, that of its beginning."""
+    """Return a tensor's sum, or the sum of the beginning of a buffer of gigabytes."""
     if not tensor.numel() or not tensor.is_floating_point() or tensor.is_meta:
         return ""
     numbers = tensor.detach().as_strided((min(tensor.numel(), 4096),), (1,)) if tensor.is_contiguous() else tensor
@@ -143,12 +143,12 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def attributes(owner: Any, name: str, found: dict[str, Any]) -> None:
-    """The plain attributes of an object and of those that it holds, nearest first; not of configurations."""
+    """Return the plain attributes of an object and of its members, nearest first, without configurations."""
     seen: set[int] = set()
     waiting = deque([(owner, name, 0)])
     while waiting and len(found) < 60_000:
         owner, name, depth = waiting.popleft()
-        if isinstance(owner, _PLAIN):  # True and 64 are one object wherever they are
+        if isinstance(owner, _PLAIN):  # True and 64 are single objects everywhere
             found[name] = plain(owner)
         elif depth <= 7 and id(owner) not in seen:
             seen.add(id(owner))
@@ -156,7 +156,7 @@ def attributes(owner: Any, name: str, found: dict[str, Any]) -> None:
 
 
 def held_by(owner: Any, name: str, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by the end of its name; what it is goes to `found`."""
+    """Yield an object's members, by the end of their names. Record the object's own value or kind in `found`."""
     if isinstance(owner, torch.Tensor):
         found[name] = plain(owner)
         if isinstance(owner, nn.Parameter):
@@ -183,7 +183,7 @@ def held_by(owner: Any, name: str, found: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def surroundings() -> dict[str, Any]:
-    """What a run may leave in the process: modules' switches, loggers, the garbage collector, environment."""
+    """Return a run's possible leftovers in the process: modules' switches, loggers, garbage collector, environment."""
     found: dict[str, Any] = {"gc": gc.isenabled(), "threads": torch.get_num_threads()}
     found |= {f"level of {name}": logging.getLogger(name).level for name in ("DeepSpeed", "deepspeed")}
     found |= {f"${name}": value for name, value in os.environ.items()}
@@ -224,10 +224,10 @@ def fill(module: nn.Module) -> None:
 
 
 def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
-    """Seven batches, a save, and what is to be seen of them."""
+    """Train seven batches, save, and return the observations."""
     torch.manual_seed(1)
     deepspeed_config = configuration.get("deepspeed_config", {})
-    for part in ("offload_optimizer", "offload_param"):  # the folder is this process' own
+    for part in ("offload_optimizer", "offload_param"):  # the folder is this process's own
         section = deepspeed_config.get("zero_optimization", {}).get(part)
         if section and section.get("nvme_path"):
             section["nvme_path"] = str(Path.cwd() / section["nvme_path"])
@@ -257,7 +257,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             rates += [group.get("lr") for group in optimizer.param_groups]
             found[f"loss {n}"] = loss.item()
             optimizer.zero_grad()
-        if n == 6:  # RAdam divides by the second moment from its sixth step on
+        if n == 6:  # from its sixth step on, RAdam divides by the second moment
             break
     sys.setprofile(None)
     found["rates"] = rates
@@ -286,7 +286,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def record(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Train in the working directory; what happened."""
+    """Train in the working directory and return the observations."""
     found: dict[str, Any] = {}
     calls, error = Calls(), ""
     sys.setprofile(calls)
@@ -311,7 +311,7 @@ def record(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) -> dict[str, Any]:
-    """`record` in `world` children, in a folder of their own; what the first of them says."""
+    """Run `record` in `world` children, in their own folder, and return the first child's result."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -348,7 +348,7 @@ def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) ->
         outcome["said"] += output
         for log in Path(folder).glob("output?") if outcome["error"] else ():
             outcome["error"] += f"\n{log.name}: {log.read_text(errors='replace')[-2000:]}"
-        # Of what is printed, the words before a measured number.
+        # In printed lines, the words before a measured number.
         lines = (_HEAD.sub("", line) for line in without_configuration(output.splitlines()))
         outcome["found"]["printed"] = dict.fromkeys((line.partition(":")[0] for line in lines), "a line")
         text = json.dumps(outcome["found"], default=str).replace(folder, "FOLDER")
@@ -357,7 +357,7 @@ def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) ->
 
 
 def without_configuration(lines: list[str]) -> Iterator[str]:
-    """The lines but for those in which DeepSpeed shows its configuration, of which the last is JSON."""
+    """Return the lines without those in which DeepSpeed shows its configuration. The last of them is JSON."""
     in_json = False
     for line in lines:
         shown = _CONFIGURATION.match(line) is not None
@@ -367,7 +367,7 @@ def without_configuration(lines: list[str]) -> Iterator[str]:
 
 
 def flat(found: dict[str, Any]) -> dict[str, Any]:
-    """One level of keys."""
+    """Flatten one level of keys."""
     flattened = {}
     for key, value in found.items():
         if isinstance(value, dict):
@@ -378,13 +378,13 @@ def flat(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_value(key: str) -> str:
-    """The name under which an observation varies: a call's argument without the value that it had."""
+    """Return the name under which an observation varies: a call's argument without its value."""
     return key.partition("=")[0]
 
 
 @functools.cache
 def base(configuration: str, world: int) -> tuple[dict[str, Any], dict[str, Any], set[str], set[str]]:
-    """A configuration run twice: the first outcome, flat; what differs between the two says nothing."""
+    """Run a configuration twice. Return the first outcome, flat, and the names that differ by chance."""
     one = forked(json.loads(configuration), world)
     if import_all(one["modules"]):
         one = forked(json.loads(configuration), world)
@@ -395,9 +395,9 @@ def base(configuration: str, world: int) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def is_deed(key: str, before: Any, after: Any) -> bool:
-    """Whether a difference is in what the training did: its numbers, memory, files, hooks, prints, functions that ran.
+    """Return whether a difference is in the training itself: numbers, memory, files, hooks, prints, functions.
 
-    Else a value is only held by an object or handed to a function, which may do nothing with it.
+    Otherwise an object only holds the value or a function takes it, possibly without effect.
     """
     called = key.startswith("calls") and "(" not in key
     shapes = [str(value).partition(")")[0] for value in (before, after) if _TENSOR.match(str(value))]
@@ -405,7 +405,7 @@ def is_deed(key: str, before: Any, after: Any) -> bool:
 
 
 def compare(name: str, before: dict[str, Any], after: dict[str, Any], world: int) -> list[Any]:
-    """What the second configuration does otherwise."""
+    """Return the differences of the second configuration."""
     first, outcome, noise, said = base(json.dumps(before, sort_keys=True), world)
     run = forked(after, world)
     then = flat(run["found"])
@@ -420,9 +420,9 @@ def compare(name: str, before: dict[str, Any], after: dict[str, Any], world: int
 
 
 def import_all(modules: list[str]) -> bool:
-    """Import here what a run has imported, once for all that follow; whether there was anything new.
+    """Import a run's modules here, once for all later runs. Return whether any were new.
 
-    Nothing else of a run happens in this process.
+    No other step of a run happens in this process.
     """
     new = [name for name in modules if name not in sys.modules]
     for name in new:

@@ -1,4 +1,4 @@
-"""A script started by Accelerate's launcher is what its flags say: they come as environment variables."""
+"""A script started by Accelerate's launcher follows the launcher's flags, which arrive as environment variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin.config.find import document_from_accelerate, find_document, ove
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.errors import ConfigError
 
-PLAIN = {  # what `accelerate launch script.py` exports where nothing was asked for
+PLAIN = {  # the exports of `accelerate launch script.py` without further flags
     "ACCELERATE_USE_CPU": "False",
     "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_DYNAMO_BACKEND": "NO",
@@ -21,13 +21,13 @@ PLAIN = {  # what `accelerate launch script.py` exports where nothing was asked 
 
 
 def test_nothing_asked_for() -> None:
-    """What the launcher exports by default contradicts no argument."""
+    """The launcher's default exports contradict no argument."""
     assert document_from_accelerate({}) is None
     assert document_from_accelerate(PLAIN) is None
 
 
 def test_flags_of_ddp() -> None:
-    """Precision, CPU, accumulation; each is at the precedence of a flag and names its variable."""
+    """Precision, CPU, accumulation: each has the precedence of a flag and names its variable."""
     document = document_from_accelerate(
         {
             "ACCELERATE_USE_CPU": "True",
@@ -49,7 +49,7 @@ def test_flags_of_ddp() -> None:
 
 
 def test_the_device_that_a_variable_names() -> None:
-    """`cpu` is use_cpu; `cuda` and a GPU's number, as Ray sets it, name no key; another device is an error."""
+    """`cpu` is use_cpu. `cuda` and a GPU's number, as Ray sets it, set no key. Another device is an error."""
     document = document_from_accelerate({**PLAIN, "ACCELERATE_TORCH_DEVICE": "cpu"})
     assert document is not None
     entry = document.launch.get("use_cpu")
@@ -62,7 +62,7 @@ def test_the_device_that_a_variable_names() -> None:
 
 
 def test_flags_of_deepspeed() -> None:
-    """Every field arrives, NVMe paths too where a script sets them; without a stage it is Accelerate's 2."""
+    """Every field arrives, also NVMe paths that a script sets. Without a stage it is Accelerate's 2."""
     document = document_from_accelerate(
         {
             **PLAIN,
@@ -110,12 +110,12 @@ def test_its_file(tmp_path: Path) -> None:
 
 
 def test_without_deepspeed_its_variables_say_nothing() -> None:
-    """As under Accelerate, which reads them for its plugin alone."""
+    """They have no effect, as in Accelerate, whose plugin alone reads them."""
     assert document_from_accelerate({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}) is None
 
 
 def test_what_is_not_there_is_refused() -> None:
-    """FSDP, Megatron-LM and parallelism settings, all at once, with what to launch instead; fp8 by the check."""
+    """One error names FSDP, Megatron-LM and parallelism settings with what to launch instead. The check refuses fp8."""
     with pytest.raises(ConfigError) as caught:
         document_from_accelerate(
             {
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_refused() -> None:
 
 
 def test_sequence_parallelism() -> None:
-    """It is one key here, whose place is the variable; without the switch the variable says nothing."""
+    """Here it is one key, with the variable as its place. Without the switch the variable has no effect."""
     environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "4"}
     document = document_from_accelerate(environ)
     assert document is not None
@@ -145,7 +145,7 @@ def test_sequence_parallelism() -> None:
 
 
 def test_this_launchers_document_goes_first() -> None:
-    """`zero-plugin launch` exports both, for scripts that use Accelerate itself: its own document is complete."""
+    """`zero-plugin launch` exports both, for scripts that use Accelerate itself. Its own document is complete."""
     own = document_from_mapping({"mixed_precision": "bf16"}, "test")
     environ = {"ZERO_PLUGIN_DOCUMENT": to_environment(own), "ACCELERATE_MIXED_PRECISION": "fp16"}
     assert find_document(None, environ).launch.value("mixed_precision") == "bf16"

@@ -34,13 +34,13 @@ from zero_plugin.utils import convert_bytes
     ],
 )
 def test_bytes(text: Any, expected: int | None) -> None:
-    """Binary and decimal units, whole numbers; anything else is no amount."""
+    """Binary and decimal units and whole numbers are read. Other text is no amount."""
     assert read_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["5Gb", "5GB", "5gb", "1.5 MiB", "2 tb", ".5KiB", 7, "5 pounds", "-1GB", "GB"])
 def test_a_size_is_the_same_everywhere(text: Any) -> None:
-    """In a configuration, in `max_memory`, and in `max_shard_size`: one rule, also for what is refused."""
+    """One rule holds in a configuration, in `max_memory` and in `max_shard_size`, for refusals too."""
     expected = read_bytes(text)
     if expected is None:
         with pytest.raises(ValueError, match="is no size"):
@@ -53,7 +53,7 @@ def test_a_size_is_the_same_everywhere(text: Any) -> None:
 
 @pytest.mark.parametrize("size", ["lots", "", "GB", "5 gallons", "-1MB", 0, "0.1B"])
 def test_no_size(size: int | str) -> None:
-    """Not a size, or no byte at all: where it was written, what is wrong, and what would be right."""
+    """For text without a size, or zero bytes, the error has the place, the problem, and a legal value."""
     with pytest.raises(ConfigError, match=r"--gpu_memory: .* is no size(?s:.*)24GiB.*200MB"):
         require_bytes("--gpu_memory", size)
 
@@ -71,13 +71,13 @@ def test_no_size(size: int | str) -> None:
     ],
 )
 def test_shown(size: float, text: str) -> None:
-    """Three digits and a binary unit, at most GiB, so that what is compared has one unit; by Accelerate's name too."""
+    """Three digits and a binary unit of at most GiB, so compared sizes share a unit; under Accelerate's name too."""
     assert show_bytes(size) == convert_bytes(size) == text
 
 
 @pytest.mark.parametrize("size", [1, 999, 1025, 10**5 + 1, 10**6, 10**8 + 7, 109 * 2**30 + 1, 5555 * 2**30 + 5])
 def test_what_is_shown_can_be_read(size: int) -> None:
-    """Rounded up to what is shown, it is read as at least what it was."""
+    """A shown size, rounded up, is read as at least the original one."""
     rounded = round_up(size)
     typed = read_bytes(show_bytes(rounded).replace(",", "").replace(" bytes", ""))
     assert typed is not None
@@ -98,5 +98,5 @@ def test_what_is_shown_can_be_read(size: int) -> None:
     ],
 )
 def test_counts(text: Any, expected: int | None) -> None:
-    """Thousands, millions, billions."""
+    """Thousands, millions and billions are read."""
     assert read_count(text) == expected

@@ -1,4 +1,4 @@
-"""What a worker leaves for the launcher when memory has run out."""
+"""A worker's report to the launcher after it ran out of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_plugin.config.run_files import (
 
 
 def test_a_report_is_taken_once(tmp_path: Path) -> None:
-    """The launcher reads what a worker of the newest attempt left, and finds nothing of it later."""
+    """The launcher reads the report of a worker of the newest attempt. A second read finds none."""
     error_file = tmp_path / "none_x" / "attempt_0" / "1" / "error.json"
     error_file.parent.mkdir(parents=True)
     report = OutOfMemoryReport("where", "what to do", cut=2, micro_batch=4)
@@ -24,7 +24,7 @@ def test_a_report_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_nobody_reads_it(tmp_path: Path) -> None:
-    """Under torchrun itself, without a launcher, and where it cannot be written, the worker has to say it itself."""
+    """Under torchrun, without a launcher, or if writing fails, the worker must report itself."""
     report = OutOfMemoryReport("where", "what to do")
     assert not leave_out_of_memory_report(report, {})
     assert not leave_out_of_memory_report(
@@ -35,5 +35,5 @@ def test_nobody_reads_it(tmp_path: Path) -> None:
 
 
 def test_the_cut_of_this_attempt() -> None:
-    """One micro-batch of each batch as long as no launcher says more."""
+    """It is one micro-batch of each batch until a launcher requests more."""
     assert (micro_batch_cut({}), micro_batch_cut({CUT_VARIABLE: "4"})) == (1, 4)

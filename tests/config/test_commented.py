@@ -1,4 +1,4 @@
-"""Written configs carry a sentence beside each key, and are written whole or not at all."""
+"""Written configs have a sentence next to each key. A file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def options(schema: dict[str, Any]) -> list[str]:
 
 
 def test_every_key_has_a_sentence_with_every_option() -> None:
-    """All launch keys and short fields, on one line that fits; an option that is added must be added there too."""
+    """Every launch key and short field fits on one line with all its options. A new option must be added there too."""
     below = {*LAUNCH_FIELDS, *SHORT_FIELDS, "deepspeed_config_file"}
     top = {*LaunchSettings.model_fields, "compute_environment", "deepspeed_config"}
     compiling = compiler_schema()["dynamo_config"]["properties"]
@@ -39,7 +39,7 @@ def test_every_key_has_a_sentence_with_every_option() -> None:
 
 
 def test_the_suffix_chooses_the_language() -> None:
-    """`.json` is JSON, which has no comments; anything else YAML."""
+    """`.json` is JSON, which has no comments. Any other suffix is YAML."""
     assert config_text({"num_processes": 2}, Path("a.json")) == '{\n  "num_processes": 2\n}\n'
     text = config_text({"num_processes": 2}, Path("a.yaml"))
     assert yaml.safe_load(text) == {"num_processes": 2}
@@ -54,7 +54,7 @@ def test_wrong_values_are_not_written(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Text that cannot be encoded breaks off in the middle: the old file stays, and no part of the new one."""
+    """Text that cannot be encoded fails midway: the old file stays, without any part of the new one."""
     file = tmp_path / "a.yaml"
     replace_file(file, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -72,7 +72,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_no_file(tmp_path: Path) -> None:
-    """The system's reason is said, and nothing is left."""
+    """The error has the system's reason, and no file is left."""
     with pytest.raises(MachineError, match=r"cannot be written: is a directory.*--config_file"):
         replace_file(tmp_path, "text")
     assert list(tmp_path.parent.glob(f".{tmp_path.name}*")) == []

@@ -1,4 +1,4 @@
-"""`dynamo_config`: what Accelerate's launch configs say of torch.compile."""
+"""`dynamo_config`: the torch.compile settings of Accelerate's launch configs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(keys: dict[str, Any]) -> Document:
     ids=str,
 )
 def test_what_is_asked_for(keys: dict[str, Any], asked: dict[str, Any]) -> None:
-    """With or without `dynamo_`, in capitals or not; an older Accelerate's key gives way to the section."""
+    """Keys work with or without `dynamo_`, in any case. The section overrides an older Accelerate's key."""
     assert {name: entry.value for name, entry in asked_compiler(read(keys).launch).items()} == asked
 
 
@@ -55,7 +55,7 @@ def test_what_is_asked_for(keys: dict[str, Any], asked: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_is_wrong(keys: dict[str, Any], parts: list[str]) -> None:
-    """Named with what is legal, before anything starts."""
+    """The error has the legal values and comes before anything starts."""
     with pytest.raises(ConfigError) as caught:
         read(keys)
     for part in parts:
@@ -63,6 +63,6 @@ def test_what_is_wrong(keys: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_a_config_that_is_written_again_keeps_it() -> None:
-    """Under Accelerate's names, in the section."""
+    """It keeps Accelerate's names, in the section."""
     text = read({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}).to_accelerate_yaml()
     assert "dynamo_config:\n  dynamo_backend: INDUCTOR\n" in text

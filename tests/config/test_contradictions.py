@@ -1,6 +1,6 @@
 """Each contradiction: the place and words of its finding, and the legal configuration next to it."""
 
-# ruff: noqa: E501 - a case is a line, so that the table can be read as one
+# ruff: noqa: E501 - a case is a line, so the table can be read as one
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DROPPING = (
     '"max_value": 4, "schedule_type": "fixed_linear", "schedule_config": {"require_steps": 4, "seq_per_step": 1}}'
 )
 
-# (what is wrong, how severe, the file's text, the finding's line, a piece of the text, what makes it legal in its place)
+# (problem, severity, the file's text, the finding's line, a piece of the text, its legal replacement)
 CONTRADICTIONS = [
     # --- precision
     ("fp16 and bf16", "error", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "c.json:1:38: bf16.enabled: true, and fp16.enabled is true at c.json:1:11", '"bf16": {"enabled": true}', '"bf16": {"enabled": false}'),
@@ -223,7 +223,7 @@ def _working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("severity", "text", "headline", "old", "new"), [c[1:] for c in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS]
 )
 def test_contradiction(severity: str, text: str, headline: str, old: str, new: str) -> None:
-    """It is the one finding, at its key, with a way out; the legal text next to it has none."""
+    """It is the only finding, at its key, with a fix. The legal text next to it has none."""
     (problem,) = found(text)
     assert (problem.headline, problem.severity) == (headline, severity)
     assert problem.fix.endswith(".")
@@ -247,7 +247,7 @@ def test_contradiction(severity: str, text: str, headline: str, old: str, new: s
     ids=["machines", "a plan", "a TPU"],
 )
 def test_what_a_job_a_plugin_or_a_machine_settles_is_a_note(text: str, note: str) -> None:
-    """Where the document leaves open what decides whether a key counts, nothing is warned of, and nothing is silent."""
+    """If the document leaves open whether a key counts, a note is logged instead of a warning."""
     Path("c.yaml").write_text(text)
     (problem,) = find_problems(read_document("c.yaml"))
     assert problem.severity == "note"
@@ -255,7 +255,7 @@ def test_what_a_job_a_plugin_or_a_machine_settles_is_a_note(text: str, note: str
 
 
 def test_warnings_stop_no_run() -> None:
-    """A document with warnings passes; the same with an error raises the error alone."""
+    """A document with warnings passes. With an additional error it raises the error alone."""
     Path("c.json").write_text('{"dataloader_drop_last": true}')
     check_document(read_document("c.json"))
     Path("c.json").write_text('{"dataloader_drop_last": true, "managed_gradient_accumulation": true}')
@@ -265,7 +265,7 @@ def test_warnings_stop_no_run() -> None:
 
 
 def test_short_fields_against_the_named_file() -> None:
-    """A YAML field may repeat what the JSON that it names says, and not say otherwise."""
+    """A YAML field may repeat a value of the JSON that the YAML names, but not contradict it."""
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}')
     named = f"{YAML}  deepspeed_config_file: ds.json\n"
     assert found(f"{named}  zero_stage: 3\n  gradient_clipping: 1\n") == []
@@ -274,7 +274,7 @@ def test_short_fields_against_the_named_file() -> None:
 
 
 def test_an_open_field_contradicts_nothing() -> None:
-    """With every scalar `auto`, no configuration of the table is in contradiction with itself."""
+    """With every scalar `auto`, no configuration of the table contradicts itself."""
     everything = (
         '{"zero_optimization": {"stage": "auto", "reduce_scatter": "auto", "offload_param": {"device": "auto"},'
         ' "offload_optimizer": {"device": "auto", "ratio": "auto"}, "stage3_max_live_parameters": 5},'
@@ -287,13 +287,13 @@ def test_an_open_field_contradicts_nothing() -> None:
 
 @pytest.mark.parametrize("stage", [-1, 4])
 def test_a_stage_that_is_not_legal_contradicts_nothing(stage: int) -> None:
-    """The stage is refused at its key; no other key is said to have no effect because of it."""
+    """The stage is refused at its key, and no other key is reported as without effect because of it."""
     (problem,) = found(f'{{"zero_optimization": {{"stage": {stage}, "reduce_bucket_size": 9, "sub_group_size": 9}}}}')
     assert problem.key == "zero_optimization.stage"
 
 
 def test_every_stage_below_three_is_said_where_it_is_written() -> None:
-    """The stage's own place is in the message; a stage that nobody wrote is said to be written nowhere."""
+    """The message has the stage's own place, or says that no file sets the stage."""
     Path("c.json").write_text("{" + ZERO_2[:-2] + "}}")
     assert Asked(read_document("c.json")).stage_said == "the stage is 2 at c.json:1:24"
     Path("c.yaml").write_text("distributed_type: DEEPSPEED\n")
@@ -311,19 +311,19 @@ def test_every_stage_below_three_is_said_where_it_is_written() -> None:
     ids=["written", "not written", "not written in a YAML", "written in a YAML"],
 )
 def test_the_fix_is_said_where_it_is_written(text: str, fix: str) -> None:
-    """A stage that is there is changed in its place; one that is not gets the name that it has in this kind of file."""
+    """The fix changes an existing stage in its place. A missing one gets its name in this kind of file."""
     (problem,) = found(text)
     assert problem.fix == fix
 
 
 def test_a_key_of_another_stage_says_how_to_get_there() -> None:
-    """The stages that read it, written where the stage is."""
+    """The fix lists the stages that read the key, at the place of the stage."""
     (problem,) = found("{" + ZERO_1 + '"overlap_comm": true}}')
     assert problem.fix == "Delete it, or write 2 or 3 at c.json:1:24."
 
 
 def test_what_flags_do_is_mended_with_flags() -> None:
-    """A contradiction that a flag makes is said at the flag, with the flag that ends it."""
+    """A contradiction made by a flag is reported at the flag, with the flag that ends it."""
     with pytest.raises(ConfigError) as caught:
         document_from_flags({"zero_stage": "0", "offload_optimizer_device": "cpu"})
     (problem,) = caught.value.problems

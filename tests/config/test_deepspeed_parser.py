@@ -1,4 +1,4 @@
-"""Thousands of documents by the package and by DeepSpeed's own parser: where one takes what the other refuses."""
+"""Thousands of documents, read by the package and by DeepSpeed's own parser: documents that only one accepts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Device = Literal["cpu", "cuda"]
 _ZERO: Final = "zero_optimization"
 WHERE: Final = "Accelerator(config=…)"
 
-# The sections that DeepSpeed reads by models, which look at every key and value; the others it reads by hand.
+# Sections that DeepSpeed reads by models, which check every key and value. It reads the others by hand.
 _BY_MODELS: Final = (
     "zero_optimization|fp16|bf16|tensorboard|wandb|csv_monitor|comet|comms_logger|timers|compile|hybrid_engine|"
     "weight_quantization|tensor_parallel(?!.partition_config|.tp.mpu|.tp.tp_group)"
 )
-# Why the package refuses what DeepSpeed's parser takes and means something by: `key: message` of such errors.
+# Why the package refuses values to which DeepSpeed's parser gives a meaning: `key: message` of these errors.
 ON_PURPOSE: Final[Mapping[str, tuple[str, ...]]] = {
     "the parser keeps it without a look; what reads it later fails, or takes any text for true": (
         rf"(?!({_BY_MODELS})\b).* is not legal here",
@@ -93,7 +93,7 @@ class Parser:
     device: Device = "cpu"
 
     def read(self, config: Config, device: Device = "cuda") -> tuple[Config | None, str]:
-        """What it makes of a configuration, or None and what it says against it."""
+        """Return the parsed configuration, or None and the parser's error."""
         self.device = device
         try:
             return parse(config), ""
@@ -103,7 +103,7 @@ class Parser:
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parser]:
-    """It takes the world to be one process, and is silent."""
+    """Return a parser that assumes a world of one process, and is silent."""
     from deepspeed.runtime.swap_tensor import aio_config
     from deepspeed.utils import logger
 
@@ -116,7 +116,7 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parser]:
 
 
 def checked(config: Config) -> tuple[Document | None, list[Problem]]:
-    """The document, None where nothing could be read, and all that is found in it."""
+    """Return the document, or None if unreadable, and all findings."""
     before = copy.deepcopy(config)
     try:
         document = document_from_mapping(config, WHERE)
@@ -132,9 +132,9 @@ def errors(problems: list[Problem]) -> list[Problem]:
 
 
 def given_to_deepspeed(document: Document, device: Device, stage: int = 2) -> Config | None:
-    """What a run with a placeholder for everything hands to DeepSpeed, at this stage where it is open.
+    """Return the config that a run with all placeholders passes to DeepSpeed, with this stage if open.
 
-    None where the run refuses it by name.
+    Return None if the run refuses the document by name.
     """
     plan = dict.fromkeys(PLACEMENT, "none") | {(_ZERO, "stage"): stage}
     is_open = [path for path in PLACEMENT if document.deepspeed.value(*path) is AUTO]
@@ -153,13 +153,13 @@ def given_to_deepspeed(document: Document, device: Device, stage: int = 2) -> Co
 
 
 def config_of_a_script(document: Document) -> Config:
-    """What a script of another layer finds, which `launch` starts."""
+    """Return the config that `launch` gives to a script of another layer."""
     resolved = resolve_before_run(document, accelerator="cuda", processes=1, strategy="deepspeed")
     return config_for_scripts(document, resolved) or {}
 
 
 def with_a_batch(config: Config) -> Config:
-    """Without what is open, and with the batch size that the parser insists on."""
+    """Return the config without open keys, and with the batch size that the parser requires."""
     read: Config = without_auto(config)
     if all(read.get(key) is None for key in ("train_batch_size", "train_micro_batch_size_per_gpu")):
         read["train_micro_batch_size_per_gpu"] = 1
@@ -167,7 +167,7 @@ def with_a_batch(config: Config) -> Config:
 
 
 def how_it_was_written(config: Config, document: Document, parser: Parser) -> str:
-    """What the parser would say of an accepted document as it is written, before the package has read or filled it."""
+    """Return the parser's error for an accepted document as written, before the package reads or fills it."""
     if not parser.read(with_a_batch(config))[1]:
         return "and DeepSpeed reads it as it is written"
     tree = document.deepspeed
@@ -180,14 +180,14 @@ def how_it_was_written(config: Config, document: Document, parser: Parser) -> st
 
 
 def reason(problem: Problem) -> str:
-    """Why the table excuses an error; "" where it does not."""
+    """Return why the table excuses an error, or ""."""
     said = f"{problem.key}: {problem.message}"
     return next((why for why, patterns in ON_PURPOSE.items() if any(re.match(one, said) for one in patterns)), "")
 
 
 @pytest.mark.parametrize("tries", TRIES)
 def test_what_is_accepted_is_read_by_deepspeed(tries: int, parser: Parser) -> None:
-    """The configuration of a run, on a CPU and on a GPU, passes the parser of the engine that is given it."""
+    """The configuration of a run, on a CPU and on a GPU, passes the parser of its engine."""
     counts: Counter[str] = Counter()
     faults = []
     for number, config in enumerate(documents(tries)):
@@ -211,7 +211,7 @@ def test_what_is_accepted_is_read_by_deepspeed(tries: int, parser: Parser) -> No
 
 @pytest.mark.parametrize("tries", TRIES)
 def test_what_is_refused_means_nothing_to_deepspeed(tries: int, parser: Parser) -> None:
-    """Where the parser takes a document that the package refuses, each key at fault is idle there, or in the table."""
+    """If the parser takes a document that the package refuses, each faulty key is in the table or ignored there."""
     counts: Counter[str] = Counter()
     faults = []
     for config in documents(tries):
@@ -249,7 +249,7 @@ def test_what_is_refused_means_nothing_to_deepspeed(tries: int, parser: Parser) 
     ids=str,
 )
 def test_an_open_or_empty_key_is_none_to_deepspeed(section: Config, parser: Parser) -> None:
-    """What says nothing does not reach the parser in a form that it refuses."""
+    """A key without a value does not reach the parser in a form that it refuses."""
     document, problems = checked({"zero_optimization": {"stage": 2}, **section})
     assert errors(problems) == []
     assert document is not None
@@ -263,7 +263,7 @@ def test_an_open_or_empty_key_is_none_to_deepspeed(section: Config, parser: Pars
     ("value", "meant"), [("t", True), ("Y", True), ("1", True), (1.0, True), ("f", False), ("n", False), ("0", False)]
 )
 def test_switches_are_read_as_deepspeed_reads_them(value: Any, meant: bool, parser: Parser) -> None:
-    """Its models take these for true and false; here a warning says so too."""
+    """DeepSpeed's models read these as true and false. Here a warning says so too."""
     config = {"zero_optimization": {"stage": 1, "round_robin_gradients": value}, "train_batch_size": 1}
     document, (warning,) = checked({**config, "log_level": "info"})
     assert document is not None
@@ -276,7 +276,7 @@ def test_switches_are_read_as_deepspeed_reads_them(value: Any, meant: bool, pars
 
 @pytest.mark.parametrize(("value", "device"), [("on", "cpu"), ("1", "cpu"), (1, "cpu"), (False, "none"), ("f", "none")])
 def test_a_switch_that_became_a_device_is_read_as_deepspeed_reads_it(value: Any, device: str, parser: Parser) -> None:
-    """Any spelling of true is the CPU; the warning says what to write."""
+    """Any spelling of true is the CPU. The warning says what to write."""
     config = {"zero_optimization": {"stage": 1, "cpu_offload": value}, "train_batch_size": 1}
     document, (warning,) = checked(config)
     assert document is not None
@@ -288,9 +288,9 @@ def test_a_switch_that_became_a_device_is_read_as_deepspeed_reads_it(value: Any,
 
 
 def test_a_number_beyond_64_bits_is_no_integer(parser: Parser) -> None:
-    """Written as a float, it is refused by both; a smaller one is read as the integer that it is.
+    """Both refuse it if written as a float. A smaller float is read as an integer.
 
-    Written as an integer DeepSpeed takes it, and torch fails with it, in C++ and after the start of all processes.
+    If written as an integer, DeepSpeed takes it, and torch fails in C++ after the start of all processes.
     """
     config: Config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e30}, "train_batch_size": 1}
     _, (error,) = checked(config)

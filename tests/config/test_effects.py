@@ -1,6 +1,6 @@
-"""Every key of DeepSpeed's configuration changes what a run does, or is spoken of by `check` or by the run.
+"""Every key of DeepSpeed's configuration changes a run, or `check` or the run reports it.
 
-The campaign has a test for each section of the schema, which runs real engines on the CPU; with `-rP` pytest shows the
+The campaign has a test for each section of the schema, which runs real engines on the CPU. With `-rP` pytest shows the
 tables, key | what changed. The ordinary suite asks `check` alone.
 """
 
@@ -31,7 +31,7 @@ from zero_plugin.errors import ConfigError
 sys.path.insert(0, str(Path(__file__).parent))
 from effect_cases import Case, cases
 
-# Keys, or all of a section, whose effect cannot be seen here: why.
+# Keys, or complete sections, whose effect is invisible here: the reason.
 NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
     "managed_gradient_accumulation": "false is what runs; true is an error",
     "zero_force_ds_cpu_optimizer": "false is what runs",
@@ -49,7 +49,7 @@ NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
     "comet": "needs a package that is not installed",
 }
 _CHECKPOINTS: Final = "read where the model calls deepspeed.checkpointing.checkpoint, of which a note speaks"
-# Keys, or single cases of them, whose value is only to be seen where an engine holds it: why.
+# Keys, or single cases of them, whose value is visible only inside an engine: the reason.
 ONLY_HELD: Final[Mapping[str, str]] = {
     "zero_optimization.log_trace_cache_warnings": "warns where a model runs its modules in another order than before",
     **dict.fromkeys(
@@ -66,11 +66,11 @@ ONLY_HELD: Final[Mapping[str, str]] = {
     },
     "optimizer.params.t0 of ASGD": "ASGD keeps an average of the weights from then on, in its state",
 }
-# Cases in which a key has nothing to do, which does something in others: why.
+# Cases in which a key has no effect, although it has one in others: the reason.
 IDLE: Final[Mapping[str, str]] = {
     "optimizer.params.torch_adam of AdamW [zero2]": "on a CPU without offload torch's runs anyway",
 }
-# Keys that exist for what they print: calls that lead to a line which nobody sees are no effect of theirs.
+# Keys that exist for their output. Calls that lead to an invisible line are no effect.
 PRINTING: Final = (
     *("steps_per_print", "dump_state", "wall_clock_breakdown", "memory_breakdown", "log_level", "comms_logger.verbose"),
 )
@@ -79,7 +79,7 @@ SECONDS: Final = 7200
 
 
 def is_excused(key: str) -> bool:
-    """Whether a key is in the table, by itself or with its section."""
+    """Return whether a key is in the table, alone or with its section."""
     return any(f"{key}.".startswith(f"{known}.") for known in NOT_TO_BE_SEEN)
 
 
@@ -87,7 +87,7 @@ _PROBLEMS: dict[str, set[str]] = {}
 
 
 def problems(config: dict[str, Any]) -> set[str]:
-    """What `check` says of a configuration; many cases start from the same one."""
+    """Return `check`'s findings for a configuration. Many cases start from the same one."""
     if (known := repr(config)) not in _PROBLEMS:
         try:
             found: Iterable[Any] = find_problems(document_from_mapping(config, "code"))
@@ -98,11 +98,11 @@ def problems(config: dict[str, Any]) -> set[str]:
 
 
 def spoken(case: Case) -> list[str]:
-    """What `check` says of the configuration with the key, and not of the one without."""
+    """Return the findings that `check` adds because of the key."""
     new = problems(case.after) - problems(case.before)
     faulty = [line for line in new if "unknown key" in line or "is not legal here" in line]
     assert not faulty, f"{case.name}: the table's value is none: {faulty}"
-    # A whole section that has no effect is spoken of with or without one more of its keys.
+    # If a complete section has no effect, the finding is the same with or without one more of its keys.
     sections = [".".join(case.key[:n]) for n in range(1, len(case.key))]
     idle = [line for line in problems(case.after) if any(f": {one}: has no effect" in line for one in sections)]
     return sorted(new) or sorted(idle)
@@ -110,12 +110,12 @@ def spoken(case: Case) -> list[str]:
 
 @functools.cache
 def all_cases() -> tuple[Case, ...]:
-    """Every key in each of its surroundings."""
+    """Return every key in each of its surroundings."""
     return tuple(cases())
 
 
 def section_of(case: Case) -> str:
-    """The part of the schema with which a case is tried: all cases of a key are in one."""
+    """Return the part of the schema with which a case is tried. All cases of a key are in one."""
     top, *below = case.key
     if not below:
         return "top level"
@@ -128,7 +128,7 @@ SECTIONS: Final = tuple(dict.fromkeys(map(section_of, all_cases())))
 
 
 def first_configuration(case: Case) -> str:
-    """What a case has in common with others, and is trained once for all of them."""
+    """Return the configuration that a case shares with others, which is trained once for all of them."""
     return json.dumps([case.before, case.world], sort_keys=True)
 
 
@@ -136,8 +136,8 @@ class Workers:
     """Processes of `effect_worker.py`. Cases with one first configuration go to one process, which trains it once.
 
     Attributes:
-        folder: for what they print.
-        count: how many there are.
+        folder: folder of their output.
+        count: number of processes.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -156,7 +156,7 @@ class Workers:
         )  # fmt: skip
 
     def answers(self, tried: Sequence[Case]) -> dict[str, list[Any]]:
-        """What the workers answer to each of the cases, by name; what was asked before is not tried again."""
+        """Return the workers' answers to the cases, by name. Earlier cases are not tried again."""
         asked = {case.name: json.dumps([case.before, case.after, case.world], sort_keys=True) for case in tried}
         new = {known: case for case in tried if (known := asked[case.name]) not in self._answers}
         parts: list[list[Case]] = [[] for _ in self._processes]
@@ -169,7 +169,7 @@ class Workers:
         with ThreadPoolExecutor(len(parts)) as pool:
             try:
                 list(pool.map(self._ask, range(len(parts)), parts))
-            except BaseException:  # such as the time limit's; the pool would wait for all that is left
+            except BaseException:  # such as the time limit's; the pool would wait for all remaining cases
                 for process in self._processes:
                     os.killpg(process.pid, signal.SIGKILL)
                 raise
@@ -187,7 +187,7 @@ class Workers:
             self._answers[known] = json.loads(answer[6:])[1:]
 
     def end(self) -> None:
-        """Wait for the processes, which end when nothing more is asked."""
+        """Wait for the processes, which end after the last case."""
         for process in self._processes:
             process.communicate()
         self._running.close()
@@ -195,7 +195,7 @@ class Workers:
 
 @pytest.fixture(scope="module")
 def workers(built_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Two processes, or one in each of several pytest processes."""
+    """Start two processes, or one in each of several pytest processes."""
     folder = tmp_path_factory.mktemp("effects")
     running = Workers(folder, 1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     yield running
@@ -203,13 +203,13 @@ def workers(built_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def unchanged(tried: Iterable[Case]) -> Iterator[Case]:
-    """Each first configuration beside itself: what differs there would be taken for the effect of a key."""
+    """Pair each first configuration with itself: a difference would be taken for a key's effect."""
     for case in {first_configuration(case): case for case in reversed(tuple(tried))}.values():
         yield replace(case, name=f"nothing of {case.name}", after=case.before)
 
 
 def verdict(case: Case, did: list[str], held: list[str], said: list[str], error: str, before: str) -> str:
-    """What a key does, "" where it is silent."""
+    """Return a key's effect, or "" if it is silent."""
     if before:
         return "" if error else "trains, where without it: " + before.strip().splitlines()[-1][:100]
     if error:
@@ -223,7 +223,7 @@ def verdict(case: Case, did: list[str], held: list[str], said: list[str], error:
 
 
 def test_excused_keys_exist() -> None:
-    """The tables name no key that DeepSpeed does not have, and no case that is not tried."""
+    """The tables name only keys of DeepSpeed, and only cases that are tried."""
     known = {".".join(path) for path, _ in walk_keys(deepspeed_schema())}
     assert set(NOT_TO_BE_SEEN) <= known
     names = {case.name for case in all_cases()}
@@ -232,12 +232,12 @@ def test_excused_keys_exist() -> None:
 
 
 def test_a_sample_of_keys_is_legal_beside_what_check_says() -> None:
-    """Whatever `check` says of a key, it says of the key itself, or of the value of another that contradicts it."""
+    """Each finding of `check` is about the key itself, or about another key's value that contradicts it."""
     for case in random.Random(17).sample(all_cases(), 60):
         spoken(case)
 
 
-# Keys, or all of a section, that `check` does not speak of in a run without DeepSpeed: why.
+# Keys, or complete sections, that `check` does not report in a run without DeepSpeed: the reason.
 WITHOUT_ENGINE: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         (
@@ -256,7 +256,10 @@ WITHOUT_ENGINE: Final[Mapping[str, str]] = {
 
 
 def test_no_key_of_the_engine_is_silent_without_it() -> None:
-    """Off DeepSpeed each key is followed, or an error or a warning; ZeRO alone is dropped by a line of the run."""
+    """Without DeepSpeed each key is followed, or is an error or a warning.
+
+    Only ZeRO is dropped with a line of the run.
+    """
     silent, plain = set(), {"distributed_type": "MULTI_CPU"}
     for case in all_cases():
         tried = replace(case, before={**case.before, **plain}, after={**case.after, **plain})
@@ -271,9 +274,9 @@ def test_no_key_of_the_engine_is_silent_without_it() -> None:
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_no_key_is_silent(section: str, workers: Workers) -> None:
-    """Each key in each of its surroundings: the optimizer, hooks, files, memory or calls differ, or it is spoken of.
+    """Each key in each of its surroundings changes the optimizer, hooks, files, memory or calls, or is reported.
 
-    Each first configuration beside itself does not differ.
+    A first configuration compared with itself does not differ.
     """
     table, tried = {}, []
     of_this = [case for case in all_cases() if section_of(case) == section]
@@ -299,8 +302,8 @@ def test_no_key_is_silent(section: str, workers: Workers) -> None:
     for case in same:
         did, held, _, error, before = answers[case.name]
         if did + held or error.splitlines()[-1:] != before.splitlines()[-1:]:
-            faults.append(f"{case.name}, beside itself: {did}{held}{error}{before}")
-    faults += [f"{name} changes nothing, and nobody says so" for name, what in table.items() if not what]
+            faults.append(f"{case.name}, with itself: {did}{held}{error}{before}")
+    faults += [f"{name} changes nothing, and no message says so" for name, what in table.items() if not what]
     idle = [case.name for case in tried if table[case.name].startswith(HELD)]
     excused = {name: {name, name.partition(" [")[0]} & set(ONLY_HELD) for name in idle}
     faults += [f"{name}: objects hold it, and nothing is done with it" for name, why in excused.items() if not why]

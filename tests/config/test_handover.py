@@ -1,4 +1,4 @@
-"""The document through one environment variable."""
+"""The document in one environment variable."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ documents = st.builds(
 @given(documents)
 @settings(max_examples=60, deadline=None)
 def test_round_trip_is_equal(document: Document) -> None:
-    """What a worker reads equals what the launcher wrote, origins and AUTO included, in printable ASCII."""
+    """A worker reads exactly the launcher's document, origins and AUTO included, in printable ASCII."""
     text = to_environment(document)
     assert text.isascii()
     assert text.isprintable()
@@ -53,7 +53,7 @@ def test_round_trip_is_equal(document: Document) -> None:
 
 
 def test_a_real_process_gets_it() -> None:
-    """The text survives a real environment; without the variable there is no document."""
+    """The text survives a real environment. Without the variable there is no document."""
     document = document_from_mapping({"gradient_clipping": "auto", "wandb": {"project": 'a "b" é\n'}}, "code")
     code = (
         "import os; from zero_plugin.config.document import from_environment as f;"
@@ -65,7 +65,7 @@ def test_a_real_process_gets_it() -> None:
 
 
 def test_a_document_too_large_for_the_system_is_refused() -> None:
-    """A document beyond what one environment variable may hold is an error before any process starts."""
+    """A document beyond the limit of one environment variable is an error before any process starts."""
     document = document_from_mapping({"wandb": {"project": "x" * 140_000}}, "Accelerator(config=…)")
     with pytest.raises(ConfigError, match="bytes to hand over"):
         to_environment(document)

@@ -1,4 +1,4 @@
-"""A DeepSpeed that is too old is an error before anything starts, and one that is newer than tested a warning."""
+"""A DeepSpeed that is too old is an error before anything starts. A release newer than tested is a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIX = f"pip install 'deepspeed>={OLDEST_DEEPSPEED},<0.20'"
 
 
 def with_deepspeed(version: str, folder: Path, *command: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run Python where the metadata of another DeepSpeed are found first; the package itself is the installed one."""
+    """Run Python with the metadata of another DeepSpeed first. The package itself is the installed one."""
     metadata = folder / "site" / f"deepspeed-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
@@ -44,7 +44,7 @@ def with_deepspeed(version: str, folder: Path, *command: str, rank: int = 0) -> 
     ids=["YAML", "JSON", "launch", "flag"],
 )
 def test_commands_refuse_an_old_one(command: list[str], where: str, tmp_path: Path) -> None:
-    """At what requests it, with both versions and what to type; no script starts."""
+    """The error at the request has both versions and the install command. No script starts."""
     done = with_deepspeed("0.18.2", tmp_path, "-m", "zero_plugin", *command)
     assert done.returncode == 2
     (line,) = [line for line in (done.stdout + done.stderr).splitlines() if OLD in line]
@@ -59,7 +59,7 @@ def test_without_zero_an_old_one_is_none_of_the_run_s_business(tmp_path: Path) -
 
 
 def test_the_strategy_refuses_an_old_one(tmp_path: Path) -> None:
-    """Its import says the same, before DeepSpeed is imported."""
+    """Its import raises the same error before DeepSpeed is imported."""
     program = "import sys; sys.modules['deepspeed'] = None; import zero_plugin.strategies.deepspeed.strategy"
     done = with_deepspeed("0.18.2", tmp_path, "-c", program)
     last = done.stderr.splitlines()[-1]
@@ -70,7 +70,7 @@ def test_the_strategy_refuses_an_old_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_a_newer_one_is_warned_of_once(rank: int, lines: int, tmp_path: Path) -> None:
-    """By the first process; a check of a file has nothing to say of it, since the file is right."""
+    """The first process warns. A check of a file does not, since the file is right."""
     program = "import zero_plugin.strategies.deepspeed, zero_plugin.strategies.deepspeed"
     done = with_deepspeed("0.77.1", tmp_path, "-c", program, rank=rank)
     said = f"DeepSpeed 0.77.1 is newer than {TESTED['deepspeed']}, the tested one."
@@ -90,13 +90,13 @@ def test_a_newer_one_is_warned_of_once(rank: int, lines: int, tmp_path: Path) ->
     ],
 )
 def test_what_counts_as_newer(version: str, tested: str, newer: bool) -> None:
-    """The last number of a release from 1.0 on, and what follows a +, change no interface."""
+    """From 1.0 on, the last number of a release and text after a + change no interface."""
     assert is_newer(version, tested) is newer
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_garbage_collection_is_as_the_script_had_it(wanted: bool) -> None:
-    """After an import, one that failed, and one inside of another; it is paused in between."""
+    """It is restored after an import, a failed one, and a nested one. During the import it is paused."""
     was_enabled = gc.isenabled()
     (gc.enable if wanted else gc.disable)()
     try:
@@ -111,7 +111,10 @@ def test_garbage_collection_is_as_the_script_had_it(wanted: bool) -> None:
 
 
 def test_the_accepted_releases_are_those_that_were_read() -> None:
-    """pyproject.toml accepts what the advice and docs/deepspeed-internals.md name: some rows there move silently."""
+    """pyproject.toml accepts the releases in the advice and in docs/deepspeed-internals.md.
+
+    Some rows there move silently.
+    """
     root = Path(__file__).parents[2]
     accepted = f">={OLDEST_DEEPSPEED},<0.20"
     assert f'"deepspeed{accepted}"' in (root / "pyproject.toml").read_text()

@@ -1,4 +1,4 @@
-"""One row for each key: what the tables that follow from the rows rely on."""
+"""One row for each key: the facts that derived tables rely on."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ROWS = (*LAUNCH.values(), *TRAINING, CONFIG_FILE)
 
 
 def test_no_two_rows_share_a_name_or_a_variable() -> None:
-    """Each name, short field, flag and environment variable belongs to one key; a field may be called as its key."""
+    """Each name, short field, flag and environment variable belongs to one key. A field may have its key's name."""
     assert len({row.name for row in ROWS}) == len(ROWS)
     for names in ([row.typed for row in ROWS], [row.variable for row in ROWS if row.variable]):
         assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_every_row_is_a_key_of_the_schema() -> None:
-    """A training key with a row is one of DeepSpeed's; a parameter is one of some optimizer's or scheduler's."""
+    """A training key with a row is one of DeepSpeed's. A parameter belongs to some optimizer or scheduler."""
     kinds = (None, "AdamW", "WarmupDecayLR", "OneCycle")
     assert [row.name for row in TRAINING if all(key_schema(row.path, kind) is None for kind in kinds)] == []
 
 
 def test_the_flags_of_a_topic_are_numbered_without_a_gap() -> None:
-    """Two flags at one place would have an order that nobody wrote down."""
+    """Two flags with one number would have an undefined order."""
     places = {topic: sorted(flag.place for flag in FLAGS.values() if flag.topic == topic) for topic in TOPICS}
     assert {topic: found for topic, found in places.items() if found != list(range(1, len(found) + 1))} == {}
 

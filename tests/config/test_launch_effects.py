@@ -1,4 +1,4 @@
-"""Every launch key that asks for something changes the launch, is followed by a run that is named, or is warned of."""
+"""Every launch key with an effect changes the launch, is followed by a named run, or is warned about."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANY: Final = {
     "rdzv_backend": "c10d",
 }
 HOSTS: Final = {"num_processes": 4, "deepspeed_hostfile": "hosts"}
-# key -> (what surrounds it, a value that asks for something)
+# key -> (its surroundings, a value with an effect)
 ASKED: Final[Mapping[str, tuple[Mapping[str, Any], Any]]] = {
     "distributed_type": (ONE, "DEEPSPEED"),
     "mixed_precision": (ONE, "bf16"),
@@ -61,7 +61,7 @@ ASKED: Final[Mapping[str, tuple[Mapping[str, Any], Any]]] = {
     "deepspeed_exclusion_filter": ({"deepspeed_hostfile": "hosts"}, "b"),
     "deepspeed_inclusion_filter": ({"deepspeed_hostfile": "hosts"}, "a"),
 }
-# key -> who follows it in a run, where the launcher only hands it over; and a value that asks for something
+# key -> its reader in a run if the launcher only passes it on; and a value with an effect
 FOLLOWED_BY_RUNS: Final[Mapping[str, tuple[str, Any]]] = {
     "auto_resume": ("accelerator.resume()", True),
     "prefer": ("Accelerator(), for arguments that differ", "code"),
@@ -74,7 +74,7 @@ FOLLOWED_BY_RUNS: Final[Mapping[str, tuple[str, Any]]] = {
     "network": ("the plan of stage auto", "400Gb"),
     "zero3_init_flag": ("Accelerator() at stage 3, for transformers' from_pretrained", True),
 }
-# key -> why no launch follows it: each of several machines is warned of it
+# key -> why no launch follows it: each of several machines is warned about it
 FOLLOWED_BY_NOBODY: Final[Mapping[str, tuple[str, Any]]] = {"same_network": ("a fact, of which nothing follows", True)}
 VALUES: Final = {
     **{key: value for key, (_, value) in ASKED.items()},
@@ -107,7 +107,7 @@ LAUNCHES: Final[Mapping[str, tuple[Mapping[str, Any], Machine]]] = {
     "a TPU": ({"distributed_type": "XLA", "num_machines": 2}, TPU),
 }
 _SAME_COUNT: Final = "the hostfile has as many"
-# (key, launch) -> why a value that asks for something is neither followed nor spoken of there
+# (key, launch) -> why a value with an effect is neither followed nor reported there
 SAYS_WHAT_IS: Final[Mapping[tuple[str, str], str]] = {
     ("num_machines", "pdsh"): _SAME_COUNT,
     ("num_machines", "nossh"): _SAME_COUNT,
@@ -122,12 +122,12 @@ SAYS_WHAT_IS: Final[Mapping[tuple[str, str], str]] = {
 }
 
 
-# Settings that torchrun's engine is given as they are.
+# Settings that torchrun's engine gets unchanged.
 OF_TORCHRUN: Final = ("debug", "grace_period", "log_dir", "max_restarts", "monitor_interval", "role", "tee")
 
 
 def launched(config: Mapping[str, Any], machine: Machine = SERVER) -> dict[str, Any]:
-    """The launch of a configuration without the document that it hands over and what is new in every launch."""
+    """Return the launch without the document that it passes on and without values that every launch renews."""
     document = document_from_mapping({name: value for name, value in config.items() if value is not None}, "code")
     check_document(document)
     spec = build_spec(document, Program("train.py"), machine, {})
@@ -144,7 +144,7 @@ def launched(config: Mapping[str, Any], machine: Machine = SERVER) -> dict[str, 
 
 
 def warned(config: Mapping[str, Any], key: str) -> list[str]:
-    """What is said of a key, but for notes."""
+    """Return the findings about a key, without notes."""
     document = document_from_mapping({name: value for name, value in config.items() if value is not None}, "code")
     return [str(problem) for problem in find_problems(document) if problem.severity != "note" and problem.key == key]
 
@@ -158,27 +158,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_launch_key_is_in_one_table() -> None:
-    """A new key has to say here how it is followed."""
+    """A new key must state in a table how it is followed."""
     assert sorted([*ASKED, *FOLLOWED_BY_RUNS, *FOLLOWED_BY_NOBODY]) == sorted(LaunchSettings.model_fields)
 
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("key", ASKED)
 def test_launch_keys_are_followed(key: str) -> None:
-    """The key changes the launch, beside the document that is handed over, or a warning says that it does not."""
+    """The key changes more of the launch than the document, or a warning says that it does not."""
     around, value = ASKED[key]
     before, after = launched(around), launched({**around, key: value})
     changed = [name for name in before if before[name] != after[name]]
     said = warned({**around, key: value}, key)
     print(f"{key} | {', '.join(changed) or ' '.join(said)}")
-    assert changed or said, f"{key}: {value} changes nothing, and nobody says so"
+    assert changed or said, f"{key}: {value} changes nothing, and no message says so"
 
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("key", LaunchSettings.model_fields)
 def test_no_kind_of_launch_passes_over_a_key(key: str, launch: str) -> None:
-    """It changes the launch, is an error or a warning, or is followed by the run; and no excuse is one too many."""
+    """Each key changes the launch, is an error or a warning, or is followed by the run. No excuse is superfluous."""
     around, machine = LAUNCHES[launch]
     asked = {**around, key: VALUES[key]}
     if asked == around:
@@ -210,13 +210,13 @@ def test_no_kind_of_launch_passes_over_a_key(key: str, launch: str) -> None:
     }.items(),
 )
 def test_what_a_run_does_not_follow_is_warned_of(key: str, launches: set[str]) -> None:
-    """A key that the launcher hands over is warned of exactly where no run reads it."""
+    """The launcher warns of a key exactly where no run reads it."""
     assert {name for name, (around, _) in LAUNCHES.items() if not warned({**around, key: VALUES[key]}, key)} == launches
 
 
 @pytest.mark.parametrize("key", [*WITHOUT_MEANING, *REFUSED_KEYS])
 def test_keys_that_are_not_followed_are_spoken_of(key: str) -> None:
-    """Each key of Accelerate's that is taken and not followed is warned of, or an error."""
+    """Each accepted key of Accelerate's that is not followed is warned about, or an error."""
     leaf = {"parallelism_config": {"parallelism_config_tp_size": 2}, "ipex_config": {"ipex": True}}
     leaf |= {"mpirun_config": {"mpirun_hostfile": "hosts"}, "tpu_use_cluster": True, "tpu_use_sudo": True}
     document = document_from_mapping({"num_processes": 1, key: leaf.get(key, "something")}, "code")

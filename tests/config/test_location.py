@@ -1,4 +1,4 @@
-"""Which file a command reads that names none."""
+"""The file that a command reads if it names none."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zero_plugin.config.find import default_config_file, find_config_file
     ids=str,
 )
 def test_the_folder_is_hugging_faces(environ: dict[str, str], folder: str) -> None:
-    """`$HF_HOME`, else `$XDG_CACHE_HOME/huggingface`, else `~/.cache/huggingface`; empty counts as unset."""
+    """`$HF_HOME`, then `$XDG_CACHE_HOME/huggingface`, then `~/.cache/huggingface`; empty counts as unset."""
     assert default_config_file(environ) == Path(folder).expanduser() / "zero_plugin" / "default_config.yaml"
 
 
 def test_order(tmp_path: Path) -> None:
-    """The variable's file, then our default, then Accelerate's, YAML before JSON; else none."""
+    """The variable's file comes first, then our default, then Accelerate's, YAML before JSON, then none."""
     environ = {"HF_HOME": str(tmp_path)}
     assert find_config_file(environ) is None
     names = ["accelerate/default_config.json", "accelerate/default_config.yml", "accelerate/default_config.yaml"]

@@ -1,4 +1,4 @@
-"""A key has one finding, whatever is wrong with it: nobody is told two things about one value."""
+"""A key has one finding, however many faults: no user gets two messages about one value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def findings(config: dict[str, Any]) -> list[Problem]:
 
 
 def with_all_keys(value: Any, stage: int) -> dict[str, Any]:
-    """A DeepSpeed configuration in which each key of the schema has this value, but for its stage."""
+    """Return a DeepSpeed configuration in which each key of the schema except the stage has this value."""
     config: dict[str, Any] = {}
     paths = {path for path, _ in walk_keys(deepspeed_schema())}
     for path in paths - {longer[:n] for longer in paths for n in range(len(longer))}:
@@ -40,7 +40,7 @@ def with_all_keys(value: Any, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("value", WRONG, ids=str)
 def test_no_key_has_two(value: Any, stage: int) -> None:
-    """Of all keys at once, and of each launch key beside a stage."""
+    """This holds for all keys together, and for each launch key with a stage."""
     launch = {name: value for name in launch_schema()["properties"] if name != "deepspeed_config"}
     for config in (
         with_all_keys(value, stage),
@@ -70,7 +70,7 @@ def test_no_key_has_two(value: Any, stage: int) -> None:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_the_most_severe_is_shown(config: dict[str, Any], key: str, severity: str, message: str) -> None:
-    """An error about the value before what it would be read as, and before what it would have no effect on."""
+    """An error about the value comes before its interpretation and before its missing effect."""
     (found,) = (problem for problem in findings(config) if problem.key == key)
     assert found.severity == severity
     assert message in found.message

@@ -37,7 +37,7 @@ def code(document: Document, values: dict[KeyPath, Any]) -> Document:
 
 
 def test_a_flag_overrides_the_file(document: Document) -> None:
-    """A flag wins without a word, and the value then says that it is the flag's."""
+    """A flag wins silently, and is then the value's origin."""
     laid = overlay_flags(document, {STAGE: ("--zero_stage", 3), PRECISION: ("--mixed_precision", "no")})
     entry = laid.deepspeed.get("zero_optimization", "stage")
     assert (entry.value, str(entry.origin)) == (3, "--zero_stage")
@@ -47,7 +47,7 @@ def test_a_flag_overrides_the_file(document: Document) -> None:
 
 
 def test_code_fills_what_is_open(document: Document) -> None:
-    """Code sets open, absent, null and defaulted values, and its call is their origin."""
+    """Code sets open, absent, null and default values, and its call is their origin."""
     steps: KeyPath = ("deepspeed", "gradient_accumulation_steps")
     new: KeyPath = ("deepspeed", "bf16", "enabled")
     laid = code(document, {steps: 4, new: True, ("main_process_ip",): "10.0.0.1"})
@@ -59,7 +59,7 @@ def test_code_fills_what_is_open(document: Document) -> None:
 
 
 def test_equal_values_never_clash(document: Document) -> None:
-    """1 and 1.0, equal texts, equal lists agree and keep the file as origin; an open argument changes nothing."""
+    """1 and 1.0, equal texts, equal lists agree and keep the file as origin. An open argument changes nothing."""
     betas: KeyPath = ("deepspeed", "optimizer", "params", "betas")
     laid = code(document, {CLIPPING: 1, PRECISION: "bf16", betas: [0.9, 0.99], STAGE: "auto"})
     assert laid.deepspeed == document.deepspeed
@@ -67,7 +67,7 @@ def test_equal_values_never_clash(document: Document) -> None:
 
 
 def test_every_clash_is_listed_at_once(document: Document) -> None:
-    """Code against explicit other values of file or flag is one error with all pairs, each with both places."""
+    """One error has all pairs of code against explicit other values of file or flag, each with both places."""
     flagged = overlay_flags(document, {STAGE: ("--zero_stage", 3)})
     whole: KeyPath = ("deepspeed", "zero_optimization", "offload_optimizer")
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +86,7 @@ def test_every_clash_is_listed_at_once(document: Document) -> None:
 
 @pytest.mark.parametrize("prefer", ["code", "file"])
 def test_one_word_settles_every_clash(document: Document, prefer: str) -> None:
-    """The preferred side counts for each pair, a note names both, and what only code says still fills."""
+    """The preferred side counts for each pair, and a note names both. Values only in code still fill."""
     flagged = overlay_flags(document, {STAGE: ("--zero_stage", 3), ("prefer",): ("--prefer", prefer)})
     steps: KeyPath = ("deepspeed", "gradient_accumulation_steps")
     laid = code(flagged, {STAGE: 1, CLIPPING: 0.5, PRECISION: "fp16", steps: 4})
@@ -105,7 +105,7 @@ def test_one_word_settles_every_clash(document: Document, prefer: str) -> None:
 @pytest.mark.parametrize(("prefer", "precision"), [("code", "fp16"), ("file", "bf16")])
 @pytest.mark.parametrize("switch_in_code", [False, True])
 def test_one_word_settles_the_precision(prefer: str, precision: str, switch_in_code: bool) -> None:
-    """Also where the one side says it by `mixed_precision` and the other by a section of DeepSpeed's."""
+    """This also holds if one side uses `mixed_precision` and the other a section of DeepSpeed's."""
     sides = [({PRECISION: kind}, {("deepspeed", kind, "enabled"): True}) for kind in ("fp16", "bf16")]
     in_code, in_file = sides[0][switch_in_code], sides[1][not switch_in_code]
     written = overlay_flags(Document(), {path: ("f.yaml:1:1", value) for path, value in in_file.items()})
@@ -134,7 +134,7 @@ def test_same_value(one: Any, other: Any, same: bool) -> None:
 
 
 def test_replacing_a_section() -> None:
-    """In a tree, a scalar replaces the section at its path, a leaf below replaces the scalar."""
+    """In a tree, a scalar replaces the section at its path, and a leaf below replaces the scalar."""
     at = Origin("file", "f")
     tree = Tree.from_nested({"a": {"b": 1}, "c": None}, lambda _: at)
     assert tree.replace(Tree.from_nested({"a": None}, lambda _: at).entries).nested() == {"a": None, "c": None}

@@ -1,4 +1,4 @@
-"""`ParallelismConfig` beside Accelerate's own, by its constructor, its variables and its properties."""
+"""`ParallelismConfig` compared with Accelerate's own, by its constructor, its variables and its properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROPERTIES = (
 
 
 def built(kind: Any, **arguments: Any) -> Any:
-    """The record, or the kind of error that it raises."""
+    """Return the record, or the kind of error that it raises."""
     try:
         return kind(**arguments)
     except ValueError:
@@ -64,14 +64,14 @@ def test_wrong_arguments(arguments: dict[str, Any]) -> None:
     ids=str,
 )
 def test_handlers(arguments: dict[str, Any]) -> None:
-    """The record of sequence parallelism, too."""
+    """The record of sequence parallelism agrees too."""
     ours = built(DeepSpeedSequenceParallelConfig, **arguments)
     other = built(dataclasses.DeepSpeedSequenceParallelConfig, **arguments)
     assert ours is other if other is ValueError else vars(ours) == vars(other)
 
 
 def test_in_code() -> None:
-    """Accelerate's own record counts as well; other dimensions and other things are errors."""
+    """Accelerate's own record is accepted as well. Other dimensions and other objects are errors."""
     assert sequence_size_in_code(None) is None
     assert sequence_size_in_code(theirs.ParallelismConfig(sp_size=4)) == 4
     with pytest.raises(ConfigError, match="cp_size: 2 is not supported"):

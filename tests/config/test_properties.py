@@ -1,4 +1,4 @@
-"""What no input may do: documents made from the schema, and files bent out of shape, are run or refused by name."""
+"""Generated documents and damaged files either run or are refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHORT = settings(
 )
 LONG = settings(SHORT, max_examples=4_000, derandomize=False, print_blob=True)
 
-# Wrong for most keys, and what YAML and JSON hand over for slips of the pen.
+# Wrong for most keys, and YAML's and JSON's results for typos.
 STRAY = st.sampled_from(
     [None, True, False, -1, 0, 1, 0.5, 1e30, 10**40, "", "2e8", "true", "none", "x", [], [1], ["auto"], {}, {"a": 1}]
 )
@@ -61,7 +61,7 @@ CORE = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "train_ba
 
 
 def legal_values(schema: Schema, *, slips: bool = False) -> Values:
-    """Values that the schema allows at this place; sections may hold a slip of the pen."""
+    """Draw values that the schema allows at this place. Sections may hold a typo."""
     if "anyOf" in schema:
         return st.one_of([legal_values(branch, slips=slips) for branch in schema["anyOf"]])
     if "const" in schema:
@@ -94,10 +94,10 @@ def _of_type(kind: str, schema: Schema) -> Values:
 
 @st.composite
 def sections(draw: st.DrawFn, schema: Schema, first: tuple[str, ...] = (), *, slips: bool = False) -> dict[str, Any]:
-    """A section with a few of its keys, each legal or open; with slips, also broken ones and wrong names."""
+    """Draw a section with a few of its keys, each legal or open. With typos, values may be broken and names wrong."""
     properties = dict(schema["properties"])
     found: dict[str, Any] = {}
-    if "allOf" in schema:  # a type that decides which parameters there are
+    if "allOf" in schema:  # a type that decides which parameters exist
         branch = draw(st.sampled_from(schema["allOf"]))
         found["type"] = draw(legal_values(branch["if"]["properties"]["type"]) | st.just("auto"))
         properties["params"] = branch["then"]["properties"]["params"]
@@ -121,7 +121,7 @@ def sections(draw: st.DrawFn, schema: Schema, first: tuple[str, ...] = (), *, sl
 
 @st.composite
 def mappings(draw: st.DrawFn) -> dict[str, Any]:
-    """A DeepSpeed configuration, or launch keys with one inside."""
+    """Draw a DeepSpeed configuration, or launch keys with one inside."""
     slips = draw(st.integers(0, 3)) == 0
     training = draw(sections(deepspeed_schema(), CORE, slips=slips))
     if draw(st.booleans()):
@@ -167,7 +167,7 @@ facts = st.builds(
 
 
 def accepted(mapping: dict[str, Any]) -> Document | None:
-    """The checked document, or None where it was refused by name."""
+    """Return the checked document, or None if it was refused by name."""
     with contextlib.suppress(ConfigError):
         document = document_from_mapping(mapping, "Accelerator(config=…)")
         check_document(document)
@@ -206,7 +206,7 @@ def hold_a_document_to_its_promises(mapping: dict[str, Any], known: Facts) -> No
 @given(mappings(), facts)
 @SHORT
 def test_a_document_runs_or_is_refused_by_name(mapping: dict[str, Any], known: Facts) -> None:
-    """Never a traceback; resolving twice changes nothing; the input and the document stay; handing over is exact."""
+    """No traceback occurs. Resolving twice changes nothing, the input and document stay, and the handover is exact."""
     hold_a_document_to_its_promises(mapping, known)
 
 
@@ -214,7 +214,7 @@ def test_a_document_runs_or_is_refused_by_name(mapping: dict[str, Any], known: F
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", range(1, 9))
 def test_documents_at_length(number: int) -> None:
-    """The same with other seeds, for long."""
+    """The same holds with other seeds, for long."""
 
     @seed(number)
     @given(mappings(), facts)
@@ -226,7 +226,7 @@ def test_documents_at_length(number: int) -> None:
 
 
 def test_the_documents_reach_the_rules() -> None:
-    """Of the generated documents a good part is accepted, and of these a good part resolves."""
+    """A good part of the generated documents is accepted, and a good part of these resolves."""
     seen: list[str] = []
 
     @given(mappings(), facts)
@@ -335,7 +335,7 @@ def bend_files(folder: Path, count: int, number: int) -> None:
 
 
 def test_bent_files(tmp_path: Path) -> None:
-    """Real files with bytes flipped, lines swapped, cut off, spliced: read or refused by name, within a second."""
+    """Real files with bytes flipped, lines swapped, cut off or spliced are read or refused by name, within a second."""
     bend_files(tmp_path, 250, number=0)
 
 
@@ -343,7 +343,7 @@ def test_bent_files(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", range(1, 9))
 def test_bent_files_at_length(tmp_path: Path, number: int) -> None:
-    """The same with other seeds, for long."""
+    """The same holds with other seeds, for long."""
     bend_files(tmp_path, 4000, number)
 
 
@@ -353,5 +353,5 @@ MARKS = st.text("{}[]:,\"'#/*-&<>|!%@ \n\ta1.e~", max_size=40)
 @given(st.binary(max_size=60) | (st.text(max_size=60) | MARKS).map(str.encode), st.sampled_from(["c.yaml", "c.json"]))
 @settings(SHORT, max_examples=200)
 def test_any_bytes(tmp_path: Path, content: bytes, name: str) -> None:
-    """No bytes give another exception than ConfigError, or take long."""
+    """No bytes cause another exception than ConfigError, or take long."""
     read_or_refused(tmp_path / name, content)

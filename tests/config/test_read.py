@@ -1,4 +1,4 @@
-"""What is read: both languages, both shapes, every way to give the training part, and where each value stands."""
+"""Reading: both languages, both shapes, every form of the training part, and each value's place."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
 
 
 def test_published_tutorial_config(read: Reader) -> None:
-    """A widely copied stage-2 JSON is understood, with a note for its `"true"`; every value knows its place."""
+    """A widely copied stage-2 JSON is understood, with a note for its `"true"`. Every value has its place."""
     document = read({"ds.json": TUTORIAL_STAGE_2})
     assert document.deepspeed.value("fp16", "enabled") is True
     assert document.notes == (
@@ -86,7 +86,7 @@ def test_published_tutorial_config(read: Reader) -> None:
 
 
 def test_short_fields_stand_for_deepspeed_keys(read: Reader) -> None:
-    """Accelerate's short fields land on DeepSpeed's paths; launch-side fields stay launch settings."""
+    """Accelerate's short fields become DeepSpeed's paths. Launch fields stay launch settings."""
     document = read(
         {
             "c.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n"
@@ -112,7 +112,7 @@ def test_short_fields_stand_for_deepspeed_keys(read: Reader) -> None:
 
 
 def test_file_inline_and_short_fields_mix(read: Reader) -> None:
-    """A named file, inline DeepSpeed keys and short fields join; equal values agree, `auto` yields to a value."""
+    """A named file, inline DeepSpeed keys and short fields combine. Equal values agree; a value replaces `auto`."""
     document = read(
         {
             "conf/c.yaml": "deepspeed_config:\n  deepspeed_config_file: ds.json\n  zero_stage: 2\n"
@@ -131,7 +131,7 @@ def test_file_inline_and_short_fields_mix(read: Reader) -> None:
 
 
 def test_the_named_file_is_beside_the_config_or_in_the_working_directory(read: Reader) -> None:
-    """Beside the YAML first; when the working directory holds another of that name, a note says which was read."""
+    """The YAML's folder comes first. If the working directory has a file of that name, a note says which was read."""
     yaml = "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
     assert read({"a/c.yaml": yaml, "ds.json": '{"steps_per_print": 1}'}).deepspeed.value("steps_per_print") == 1
     both = read({"a/c.yaml": yaml, "ds.json": '{"steps_per_print": 1}', "a/ds.json": '{"steps_per_print": 2}'})
@@ -155,14 +155,14 @@ def test_the_named_file_is_beside_the_config_or_in_the_working_directory(read: R
     ],
 )
 def test_content_tells_the_language_and_the_shape(read: Reader, name: str, text: str) -> None:
-    """A DeepSpeed config as YAML, a launch config as JSON, comments, BOM, CRLF, merges: all read as the same."""
+    """A DeepSpeed config as YAML, a launch config as JSON, comments, BOM, CRLF and merges all read the same."""
     zero = read({name: text}).deepspeed.section("zero_optimization").nested()
     assert zero == {"stage": 3, "sub_group_size": 200_000_000}
     assert isinstance(zero["sub_group_size"], int)
 
 
 def test_yaml_scalars_are_those_of_yaml_1_2(read: Reader) -> None:
-    """Exponents are numbers; `no`, `on`, `1:30` and quoted text are text, until a key wants a boolean."""
+    """Exponents are numbers. `no`, `on`, `1:30` and quoted text are text until a key requires a boolean."""
     document = read(
         {
             "c.yaml": "mixed_precision: no\ndowncast_bf16: 'no'\nuse_cpu: yes\nmain_process_ip: 1:30\n"
@@ -177,14 +177,14 @@ def test_yaml_scalars_are_those_of_yaml_1_2(read: Reader) -> None:
 
 
 def test_a_type_in_any_case_opens_its_parameters(read: Reader) -> None:
-    """Numbers written as text are read for an optimizer whose type is written in lower case, too."""
+    """Numbers written as text are read for an optimizer whose type is in lower case, too."""
     document = read({"ds.json": '{"optimizer": {"type": "adamw", "params": {"lr": "1e-3"}}}'})
     optimizer = document.deepspeed.section("optimizer")
     assert optimizer.nested() == {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
 def test_other_spellings_become_one(read: Reader) -> None:
-    """What DeepSpeed takes for another key is moved to that key, with a note."""
+    """Other names that DeepSpeed accepts become the standard key, with a note."""
     document = read(
         {
             "ds.json": '{"bfloat16": {"enabled": true}, "zero_optimization": {"stage": 3, "cpu_offload": true,'
@@ -211,7 +211,7 @@ def test_a_deepspeed_run_without_a_stage_gets_accelerates(read: Reader) -> None:
 
 
 def test_a_dict_in_code_reads_like_a_file() -> None:
-    """A dict has either shape, takes paths, NumPy-like numbers and tuples, and carries the call as its origin."""
+    """A dict has either shape, takes paths, NumPy-like numbers and tuples, and has the call as its origin."""
     document = document_from_mapping(
         {"num_processes": 2, "deepspeed_config": {"zero_stage": 3, "offload_param_nvme_path": Path("/n")}},
         "Accelerator(config=…)",
@@ -232,7 +232,7 @@ def test_a_dict_in_code_reads_like_a_file() -> None:
     ],
 )
 def test_an_old_key_beside_the_section_that_it_belongs_to(above: object, wanted: dict[str, object]) -> None:
-    """Where null or nothing stands for the section, the old key fills it; any other value is left to the check."""
+    """If the section is null or absent, the old key fills it. Any other value is left to the check."""
     zero = {"offload_optimizer": above, "cpu_offload": True}
     document = document_from_mapping({"deepspeed_config": {"zero_optimization": zero}}, "Accelerator(config=…)")
     assert document.deepspeed.nested() == {"zero_optimization": wanted}

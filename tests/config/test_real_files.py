@@ -1,6 +1,6 @@
 """Configurations that people publish and run: the verdict on each, with the reason, found by reading the file."""
 
-# ruff: noqa: E501 - a file is a line, so that the tables can be read as tables
+# ruff: noqa: E501 - a file is a line, so the tables can be read as tables
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FILES = {
     if path.suffix in (".json", ".yaml", ".yml")
 }
 
-pytestmark = pytest.mark.skipif(not FILES, reason="the published configuration files are not beside this checkout")
+pytestmark = pytest.mark.skipif(not FILES, reason="the published configuration files are not next to this checkout")
 
 # file -> why it is right that it resolves
 RESOLVES = {
-    # Accelerate's templates and test configurations: current, complete, what the script knows is auto
+    # Accelerate's templates and test configurations: current, complete, with auto for values of the script
     "accelerate/examples__deepspeed_config_templates__zero_stage1_config.json": "fp16 at stage 1, torch's Adam, a schedule that is all auto: a run with placeholders has every value.",
     "accelerate/examples__deepspeed_config_templates__zero_stage2_config.json": "The same at stage 2; reduce_bucket_size is found from the model's width.",
-    "accelerate/examples__deepspeed_config_templates__zero_stage2_offload_config.json": "Optimizer offload to the CPU is legal at stage 2, beside torch_adam too, which DeepSpeed then passes over.",
+    "accelerate/examples__deepspeed_config_templates__zero_stage2_offload_config.json": "Optimizer offload to the CPU is legal at stage 2, also with torch_adam, which DeepSpeed then ignores.",
     "accelerate/examples__deepspeed_config_templates__zero_stage3_config.json": "Stage 3 with the three buckets and the gathering at saving open, all of which have rules.",
     "accelerate/examples__deepspeed_config_templates__zero_stage3_offload_config.json": "Both offloads to the CPU belong to stage 3, and pin_memory is a key of each.",
     "accelerate/tests__deepspeed__ds_config_zero2.json": "fp16 and bf16 are both auto, which is no contradiction: the launch's mixed_precision settles them.",
@@ -68,7 +68,7 @@ RESOLVES = {
     "trl/examples__accelerate_configs__multi_gpu.yaml": "DDP on eight GPUs, no ZeRO asked for.",
     "trl/examples__accelerate_configs__single_gpu.yaml": "NO with one process is one device.",
     "trl/tests__distributed__data__accelerate_configs__ddp.yaml": "Two lines, DDP on two.",
-    "trl/trl__accelerate_configs__single_gpu.yaml": "NO is one process, as in Accelerate; eight written beside it is a warning.",
+    "trl/trl__accelerate_configs__single_gpu.yaml": "NO is one process, as in Accelerate; a number of eight with it is a warning.",
     "trl/tests__distributed__data__accelerate_configs__zero2.yaml": "Three lines are enough for stage 2.",
     "trl/tests__distributed__data__accelerate_configs__zero3.yaml": "Three lines are enough for stage 3.",
 }  # fmt: skip
@@ -90,10 +90,10 @@ REFUSED = {
         {("deepspeed_config_file", "no file")},
     ),
     "deepspeed_examples/training__DeepSpeed-ZenFlow__finetuning__zf_config.json": (
-        "ZenFlow's engine counts the backwards of a window by itself, against those of the loop.",
+        "ZenFlow's engine counts a window's backwards itself, in conflict with the loop's.",
         {("zero_optimization.zenflow", "is not supported")},
     ),
-    # DeepSpeed 0.19.7 raises for compression_training, whatever it holds; the run that it describes needs it.
+    # DeepSpeed 0.19.7 raises for compression_training with any content. The run needs this section.
     "deepspeed_examples/compression__bert__config__XTC__ds_config_W1A8_Qgroup1_fp32.json": ("1-bit weights are what the run is for, and DeepSpeed has no compression any more.", COMPRESSION),
     "deepspeed_examples/compression__bert__config__XTC__ds_config_layer_reduction_W1Q8_fp32.json": ("Layer reduction and 1-bit weights need the removed section.", COMPRESSION),
     "deepspeed_examples/compression__bert__config__XTC__ds_config_layer_reduction_fp16.json": ("Layer reduction alone needs it too.", COMPRESSION),
@@ -108,7 +108,7 @@ REFUSED = {
     "deepspeed_examples/compression__gpt2__config__ds_config_W4or8A8_Qgroup64_fp32.json": ("The same in fp32.", COMPRESSION),
     "deepspeed_examples/compression__gpt2__config__ds_config_W8A8_Qgroup64_fp16.json": ("8-bit weights need it.", COMPRESSION),
     "deepspeed_examples/compression__gpt2__config__ds_config_W8A8_Qgroup64_fp32.json": ("The same in fp32.", COMPRESSION),
-    # The 1-bit optimizers are gone from DeepSpeed; another one would be another training.
+    # The 1-bit optimizers are gone from DeepSpeed. Another optimizer would be another training.
     "deepspeed_examples/training__BingBertSquad__1-bit_adam__mpi_ethernet__deepspeed_onebitadam_bsz96_config.json": ("OnebitAdam, in its other capitals, is gone by 0.19.7.", {("optimizer.type", '"OnebitAdam"')}),
     "deepspeed_examples/training__BingBertSquad__1-bit_adam__mpi_infiniband__deepspeed_onebitadam_bsz96_config.json": ("The same over InfiniBand.", {("optimizer.type", '"OnebitAdam"')}),
     "deepspeed_examples/training__BingBertSquad__1-bit_adam__nccl__deepspeed_onebitadam_bsz96_config.json": ("The same over NCCL.", {("optimizer.type", '"OnebitAdam"')}),
@@ -131,14 +131,14 @@ REFUSED = {
         "A LAMB run as its accepted sibling, but with sparse_attention, for which DeepSpeed raises since 0.19.7.",
         {("sparse_attention", "removed in DeepSpeed 0.19.7")},
     ),
-    # The engine of a run whose autotuning is on leaves the process after a few steps, with exit code 0.
+    # With autotuning on, the engine leaves the process after a few steps, with exit code 0.
     "deepspeed_examples/training__autotuning__hf__bert-base__ds_config_tune.json": ("It is the template of `deepspeed --autotuning`, no training: its run ends after the profiling steps.", AUTOTUNING),
     "deepspeed_examples/training__autotuning__hf__bert-large__ds_config_tune.json": ("The same.", AUTOTUNING),
     "deepspeed_examples/training__autotuning__hf__deberta__ds_config_fp16_tune.json": ("The same in fp16.", AUTOTUNING),
     "deepspeed_examples/training__autotuning__hf__dsconfigs__ds_config_fp16_tune.json": ("The same in fp16.", AUTOTUNING),
     "deepspeed_examples/training__autotuning__hf__dsconfigs__ds_config_tune.json": ("The same in fp32.", AUTOTUNING),
-    # DeepSpeed reads no such key: what the author hoped for does not happen, on any release.
-    "deepspeed_examples/training__imagenet__config__ds_config.json": ("cuda_visible_devices: 0 chooses no GPU; everything else in it is legal.", CUDA),
+    # DeepSpeed reads no such key: the author's intention fails on any release.
+    "deepspeed_examples/training__imagenet__config__ds_config.json": ("cuda_visible_devices: 0 chooses no GPU; the other keys are legal.", CUDA),
     "deepspeed_examples/training__imagenet__config__ds_fp16_config.json": ("The same with fp16.", CUDA),
     "deepspeed_examples/training__imagenet__config__ds_fp16_z1_config.json": ("The same at stage 1.", CUDA),
     "deepspeed_examples/training__tensor_parallel__hf_integration__configs__ds_config.json": (
@@ -159,8 +159,8 @@ LTD_WORDS = {"GB_SIZE", "MB_SIZE", "LTD_ENABLED", "LTD_MIN", "LTD_STEP"}
 ONE_METRIC = {"DATA_EFFICIENCY_SEED", "CL_ENABLED", "DATA_SAMPLING_NUM_WORKERS", *(f"CL_1st_{word}" for word in ("MIN", "MAX", "TOTAL_STEP", "DIFF_STEP", "ROOT"))}  # fmt: skip
 FIRST_TYPE = ("data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.CL_1st_METRIC_NAME.difficulty_type", '"CL_1st_DIFF_TYPE" is not legal')  # fmt: skip
 
-# Templates, that a shell script fills before DeepSpeed sees them: file -> (the words to fill, all of which are named,
-# and what else is wrong)
+# Templates that a shell script fills before DeepSpeed sees them: file -> (the words to fill, all of which are named,
+# and the other problems)
 TEMPLATES = {
     "deepspeed_examples/compression__bert__config__ds_config_TEMPLATE.json": (PLAIN_WORDS, COMPRESSION),
     "deepspeed_examples/compression__bert__config__ds_config_structural_pruning_TEMPLATE.json": (PLAIN_WORDS | {f"SPARSE_PRUNING_{word}" for word in ("OFFSET", "OFFSET_END", "OFFSET_STRIDE", "BLOCK_PATTERN", "EXCLUDED_MODULES")}, COMPRESSION),
@@ -175,7 +175,7 @@ TEMPLATES = {
 
 
 def facts_for(document: Document) -> Facts:
-    """What a script that fits the file would tell: as many processes as its batch needs, arguments for what is open."""
+    """Return the facts of a fitting script: as many processes as its batch needs, arguments for open values."""
     training = document.deepspeed
     processes = document.launch.value("num_processes", default=1)
     total, micro, steps = (
@@ -207,7 +207,7 @@ def test_every_file_has_one_verdict() -> None:
 
 @pytest.mark.parametrize("name", RESOLVES)
 def test_resolves(name: str) -> None:
-    """The file is accepted, hands over unchanged, and every value is settled from a fitting script's facts."""
+    """The file is accepted, is handed over unchanged, and a fitting script's facts settle every value."""
     document = read_document(FILES[name])
     notes = check_document(document)
     launch_settings(document)
@@ -222,7 +222,7 @@ def test_resolves(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_for_what_is_wrong_with_it(name: str) -> None:
-    """Exactly the problems that a person finds in it, each located in the file, with what to do."""
+    """Exactly the problems that a person finds are reported, each at its place, with the fix."""
     _, expected = REFUSED[name]
     found = refusal(name).problems
     assert all(re.fullmatch(re.escape(str(FILES[name])) + r":\d+:\d+", p.where) and p.fix for p in found)
@@ -233,7 +233,7 @@ def test_is_refused_for_what_is_wrong_with_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_names_every_word_to_fill(name: str) -> None:
-    """All words that stand for values are named in one report, beside what is wrong without them."""
+    """One report names all words that stand for values, and the other problems."""
     words, others = TEMPLATES[name]
     found = refusal(name).problems
     fills = {p: p.message.split("`")[1] for p in found if "where a value is expected" in p.message}

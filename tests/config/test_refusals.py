@@ -1,4 +1,4 @@
-"""Refusals that several files, a dict in code or a path take part in."""
+"""Refusals that involve several files, a dict in code or a path."""
 
 # ruff: noqa: E501 - a case is a line
 
@@ -51,7 +51,7 @@ def test_short_field_against_the_named_file(
 
 
 def test_two_names_for_the_training_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a training file named below `deepspeed_config` and another beside it, neither is dropped without a word."""
+    """If `deepspeed_config` names a training file and another key does too, neither is dropped silently."""
     monkeypatch.chdir(tmp_path)
     Path("a.json").write_text("{}")
     Path("c.yaml").write_text("deepspeed_config: {deepspeed_config_file: a.json}\ndeepspeed_config_file: b.json\n")
@@ -62,7 +62,7 @@ def test_two_names_for_the_training_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_folder_where_a_file_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training file that is a folder is called one, not missing."""
+    """The error for a training file that is a folder calls it a folder, not missing."""
     monkeypatch.chdir(tmp_path)
     Path("conf").mkdir()
     Path("c.yaml").write_text("deepspeed_config: {deepspeed_config_file: conf}\n")
@@ -71,7 +71,10 @@ def test_a_folder_where_a_file_is_meant(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistyped path is answered with the nearest name in that folder; a shared extension makes no name near."""
+    """The error for a mistyped path has the nearest name in that folder.
+
+    A shared extension alone makes no name near.
+    """
     monkeypatch.chdir(tmp_path)
     Path("zero3.yaml").write_text("num_processes: 1\n")
     with pytest.raises(ConfigError, match=r"zero33\.yaml: no such file\n.*Did you mean zero3\.yaml"):
@@ -92,13 +95,13 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("config", [3, ["zero2.yaml"], b"zero2.yaml", None], ids=str)
 def test_a_config_that_is_neither_path_nor_dict(config: object) -> None:
-    """Says what it is and what is legal, in place of a TypeError from inside."""
+    """The error has the value and the legal forms, instead of a TypeError from inside."""
     with pytest.raises(ConfigError, match=r"neither a path nor a dict\n.*launch YAML or a DeepSpeed JSON, or a dict"):
         read_document(config)  # type: ignore[arg-type]
 
 
 def test_a_dict_names_the_call() -> None:
-    """A fault in a dict from code is located at the call; a value that is no plain value is refused by type."""
+    """A fault in a dict from code is located at the call. A value that is not plain is refused by type."""
     with pytest.raises(ConfigError, match=r"Accelerator\(config=…\): zero_optimization\.stge = 1: unknown key"):
         check_document(document_from_mapping({"zero_optimization": {"stge": 1}}, "Accelerator(config=…)"))
     with pytest.raises(ConfigError, match="fp16: a object is no plain value"):
@@ -110,7 +113,7 @@ def test_a_dict_names_the_call() -> None:
 
 
 def test_auto_is_no_contradiction(tmp_path: Path) -> None:
-    """Fields that are open take part in no contradiction."""
+    """Open fields contradict nothing."""
     path = tmp_path / "c.yaml"
     path.write_text(
         "mixed_precision: bf16\nnum_processes: 2\ndeepspeed_config:\n"

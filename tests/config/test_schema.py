@@ -1,4 +1,4 @@
-"""The shipped schema against the installed DeepSpeed and torch: an upgrade that drifts fails here, by name."""
+"""The shipped schema compared with the installed DeepSpeed and torch: an upgrade that drifts fails here, by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS = {
     "weight_quantization": "deepspeed.inference.config.WeightQuantConfig",
 }
 
-# Where the schema says less or more than the model's annotation, since DeepSpeed says it elsewhere.
+# Differences between the schema and the model's annotation, for limits that DeepSpeed states elsewhere.
 OTHER_TYPES = {
     "zero_optimization.stage": "an enum of the stages",
     "zero_optimization.zenflow.select_strategy": "its validator takes auto, step and epoch",
@@ -85,9 +85,9 @@ SECTIONS = {
     "deepspeed.runtime.constants.TORCH_AUTOCAST_": "torch_autocast",
     "deepspeed.runtime.constants.": "",
 }
-# constants whose key is named otherwise; None: no key of its own
+# constants with another key name; None: no key of its own
 NAMED = {
-    "ACT_CHKPT_DEFAULT": None,  # all of the section
+    "ACT_CHKPT_DEFAULT": None,  # all constants of the section
     "RANDOM_LTD_LAYER_TOKEN_LR_ENABLED_DEFAULT": (
         "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
     ),
@@ -120,7 +120,10 @@ pytestmark = pytest.mark.xdist_group("schema")  # of one of pytest's processes, 
 
 @pytest.fixture(scope="module")
 def installed(forked_alone: dict[str, str]) -> Mapping[str, Any]:
-    """What the installed DeepSpeed and torch say, from a process of its own: DeepSpeed prints and builds on import."""
+    """Return the facts of the installed DeepSpeed and torch.
+
+    A separate process reads them, since DeepSpeed prints and builds on import.
+    """
     asked = {"models": MODELS, "modules": sorted({name.rpartition(".")[0] for name in SECTIONS})}
     script = Path(__file__).with_name("describe_deepspeed.py")
     run = run_afresh(script, json.dumps(asked), **forked_alone, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
@@ -142,7 +145,7 @@ def branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def kinds(schema: Mapping[str, Any]) -> set[Any]:
-    """The JSON types and the single values that a key may have, but for `auto`."""
+    """Return the JSON types and the single values that a key may have, except `auto`."""
     found: set[Any] = set()
     for branch in branches(schema):
         if "enum" in branch:
@@ -163,7 +166,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("section", MODELS)
 def test_sections_are_those_of_the_models(section: str, installed: Mapping[str, Any]) -> None:
-    """Every field, alias, type, default, range and deprecation is the model's, and there is no other key."""
+    """Every field, alias, type, default, range and deprecation is the model's. No other key exists."""
     fields, keys = installed["models"][section], section_keys(section)
     names = {name for field, said in fields.items() for name in (field, said["alias"]) if name}
     retired = {path[-1] for path in RETIRED_KEYS if ".".join(path[:-1]) == section} & names
@@ -190,12 +193,12 @@ def test_sections_are_those_of_the_models(section: str, installed: Mapping[str, 
 
 
 def test_defaults_of_what_is_parsed_by_hand(installed: Mapping[str, Any]) -> None:
-    """Every default that DeepSpeed's constants name is the schema's; one without a key is a key that is missing."""
+    """Every default in DeepSpeed's constants is the schema's. A constant without a key means a missing key."""
     seen = 0
     for constant, value in installed["constants"].items():
         short = constant.rpartition(".")[2]
         if short.startswith(("FP16_", "BFLOAT16_")):
-            continue  # left over from before these sections had models
+            continue  # left from before these sections had models
         path = NAMED.get(
             short, next(f"{s}.{constant[len(p) : -8].lower()}" for p, s in SECTIONS.items() if constant.startswith(p))
         )
@@ -218,7 +221,7 @@ LITERAL = {"root_degree", "thread_count"}  # a key that the code spells out, and
 
 
 def test_keys_of_what_is_parsed_by_hand(installed: Mapping[str, Any]) -> None:
-    """Every key at the top or in such a section is a word of DeepSpeed's constants, or read by its name."""
+    """Every key at the top or in a hand-parsed section is a word of DeepSpeed's constants, or read by its name."""
     words = {*installed["words"], *installed["read_by_name"], *LITERAL}
     paths = [path for path, _ in walk_keys(deepspeed_schema()) if path[0] in BY_HAND]
     assert len(paths) > 100
@@ -226,7 +229,7 @@ def test_keys_of_what_is_parsed_by_hand(installed: Mapping[str, Any]) -> None:
 
 
 def test_sections_of_other_shapes(installed: Mapping[str, Any]) -> None:
-    """Expert parallelism is the dataclass', the pipeline the parser's; what was removed is what DeepSpeed refuses."""
+    """Expert parallelism has the dataclass's keys, the pipeline the parser's. DeepSpeed refuses the removed ones."""
     expert, pipeline = section_keys("expert_parallel"), section_keys("pipeline")
     unset = {name for name, default in installed["expert_parallel"].items() if "object object" in str(default)}
     assert unset == {"load_balance_coeff", "expert_w3"}
@@ -251,7 +254,7 @@ def parameters(section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def test_parameters_of_optimizers(installed: Mapping[str, Any]) -> None:
-    """Every type takes what its classes take, with their defaults; AdamW's weight decay is DeepSpeed's."""
+    """Every type takes its classes' arguments, with their defaults. AdamW's weight decay is DeepSpeed's."""
     described, kernels, by_torch = dict(parameters("optimizer")), installed["kernels"], installed["torch_optimizers"]
     names = key_schema(("optimizer", "type"))
     assert names is not None
@@ -264,9 +267,9 @@ def test_parameters_of_optimizers(installed: Mapping[str, Any]) -> None:
         "Lion": ("FusedLion", "DeepSpeedCPULion"),
         "Adagrad": ("DeepSpeedCPUAdagrad",),
     }
-    newer = is_newer(version("torch"), TESTED["torch"])  # its classes may take more; the schema is the tested one's
-    own = {"torch_adam", "adam_w_mode"}  # the engine takes them out of an Adam's parameters
-    elsewhere = {"adamw_mode", "max_grad_norm"}  # said by adam_w_mode, by gradient_clipping
+    newer = is_newer(version("torch"), TESTED["torch"])  # its classes may take more; the schema's is the tested one
+    own = {"torch_adam", "adam_w_mode"}  # the engine removes them from an Adam's parameters
+    elsewhere = {"adamw_mode", "max_grad_norm"}  # set by adam_w_mode, by gradient_clipping
     for name, keys in described.items():
         classes = [kernels[kernel] for kernel in of_deepspeed.get(name, ())]
         if name in by_torch and name != "Muon":
@@ -281,7 +284,7 @@ def test_parameters_of_optimizers(installed: Mapping[str, Any]) -> None:
 
 
 def test_parameters_of_muon(installed: Mapping[str, Any]) -> None:
-    """Muon takes what both its halves take; where these differ there is no common default."""
+    """Muon takes the arguments of both its halves. If these differ, no common default exists."""
     keys, halves = dict(parameters("optimizer"))["Muon"], installed["muon"]
     for name in halves["muon"].keys() | halves["adam"].keys():
         defaults = {json.dumps(half[name]) for half in halves.values() if name in half}
@@ -291,7 +294,7 @@ def test_parameters_of_muon(installed: Mapping[str, Any]) -> None:
 
 
 def test_parameters_of_schedules(installed: Mapping[str, Any]) -> None:
-    """Every schedule takes what its class takes, with its defaults; one without a default is needed."""
+    """Every schedule takes its class's arguments, with its defaults. An argument without a default is required."""
     described = dict(parameters("scheduler"))
     known = {**installed["torch_schedulers"], **installed["schedules"]}
     assert set(described) >= set(installed["schedules"])
@@ -303,7 +306,7 @@ def test_parameters_of_schedules(installed: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items(), ids=lambda path: ".".join(path))
 def test_older_spellings_are_read(old: KeyPath, new: KeyPath) -> None:
-    """Reading moves a value to the present name, and the schema says the same of both names."""
+    """Reading moves a value to the present name, and the schema has the same facts for both names."""
     moved, notes = one_spelling(Tree.from_nested(_nested(old, 1), lambda _: Origin("file", "x")))
     assert set(moved) == {new}
     assert len(notes) == 1
@@ -319,7 +322,7 @@ def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def test_schema_is_a_schema() -> None:
-    """It is valid itself, names the release that it describes, its defaults are legal, each key says what it is for."""
+    """It is valid itself and names its release. Its defaults are legal, and each key has a description."""
     schema = deepspeed_schema()
     assert schema["title"] == f"DeepSpeed {version('deepspeed').split('+')[0]} configuration"
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -334,7 +337,7 @@ def test_schema_is_a_schema() -> None:
 
 
 def test_schema_takes_open_and_commented_fields() -> None:
-    """As it stands in an editor, it takes `auto` for every scalar and comments, and is closed at every level."""
+    """In an editor it takes comments and `auto` for every scalar, and is closed at every level."""
     schema = deepspeed_schema()
     editor = jsonschema.Draft202012Validator(schema)
     leaves = [key for key, child in schema["properties"].items() if "anyOf" in child]
@@ -354,7 +357,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.*"
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_are_valid_for_an_editor(path: Path) -> None:
-    """Every shipped configuration satisfies the schema as any JSON Schema validator reads it, and a typo does not."""
+    """Any JSON Schema validator accepts every shipped configuration, and refuses a typo."""
     values = yaml.safe_load(path.read_text())
     schema = deepspeed_schema() if path.suffix == ".json" else yaml_schema()
     editor = jsonschema.Draft202012Validator(schema)
@@ -363,7 +366,7 @@ def test_shipped_configs_are_valid_for_an_editor(path: Path) -> None:
 
 
 def test_yaml_schema() -> None:
-    """The YAML's schema is one, describes every key, and takes short fields beside whole sections and open fields."""
+    """The YAML's schema is valid, describes every key, and takes short fields, complete sections and open fields."""
     schema = yaml_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     training = schema["properties"]["deepspeed_config"]["properties"]

@@ -1,4 +1,4 @@
-"""docs/config-stages.md names the stages of knowing a configuration."""
+"""docs/config-stages.md names the stages in which a configuration becomes known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_there_are_at_most_five_stages_and_each_is_a_class() -> None:
 
 
 def test_the_page_names_what_exists() -> None:
-    """Views and functions of the page are defined in the package."""
+    """The package defines the page's views and functions."""
     text = PAGE.read_text()
     named = {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE), *re.findall(r"\b\w+_\w+(?=[ ,]|$)", _drawing(text))}
     defined = set(re.findall(r"^ *(?:class|def) (\w+)", "\n".join(f.read_text() for f in PACKAGE.rglob("*.py")), re.M))

@@ -28,18 +28,18 @@ WRONG = {**dict.fromkeys(SHORT_FIELDS, -7), "offload_optimizer_nvme_path": [1], 
 
 
 def keys(document: Document) -> list[str]:
-    """The keys of all errors and warnings."""
+    """Return the keys of all errors and warnings."""
     return [problem.key for problem in find_problems(document) if problem.severity != "note"]
 
 
 def short(**fields: Any) -> Document:
-    """A document in code whose DeepSpeed part is given by short fields."""
+    """Build a document in code whose DeepSpeed part has short fields."""
     return document_from_mapping({"distributed_type": "DEEPSPEED", "deepspeed_config": fields}, "a dict")
 
 
 @pytest.mark.parametrize("name", SHORT_FIELDS)
 def test_short_fields(name: str, tmp_path: Path) -> None:
-    """Each of them with a value that is not legal, in a file and handed over to a worker, with that value."""
+    """Each has an illegal value, in a file and in a worker's document, and is named with that value."""
     file = tmp_path / "launch.yaml"
     file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {name: WRONG[name]}}))
     document = read_document(file)
@@ -51,7 +51,7 @@ def test_short_fields(name: str, tmp_path: Path) -> None:
 
 
 def test_rules() -> None:
-    """What is legal alone and not together; what to write has the same names."""
+    """For values that are legal alone and not together, the fix has the same names."""
     document = short(zero_stage=1, offload_param_device="cpu", zero3_save_16bit_model=True)
     assert sorted(keys(document)) == ["offload_param_device", "zero3_save_16bit_model"]
     (problem,) = find_problems(short(zero_stage=1, offload_param_device="cpu"))
@@ -68,18 +68,18 @@ def test_rules() -> None:
     ],
 )
 def test_older_spellings(old: str, written: dict[str, Any]) -> None:
-    """What is read as another key keeps the name that it was typed under."""
+    """A key that is read as another one keeps its typed name."""
     assert set(keys(document_from_mapping(written, "a dict"))) == {old}
 
 
 def test_read_values_and_a_field_beside_a_key() -> None:
-    """A value that is read as another one, and one that clashes with DeepSpeed's own key."""
+    """A value that is read as another one, and one that clashes with DeepSpeed's own key, keep their names."""
     assert keys(short(zero_stage="2")) == ["zero_stage"]
     assert keys(short(zero_stage=1, zero_optimization={"stage": 2})) == ["zero_stage"]
 
 
 def test_flags() -> None:
-    """The flags of short fields, and assignments by either name."""
+    """Flags of short fields, and assignments by either name, keep their names."""
     path = ("deepspeed", "zero_optimization", "stage")
     assert keys(overlay_flags(Document(), {path: ("--zero_stage", 7)})) == ["zero_stage"]
     for key in ("zero_stage", "zero_optimization.stage"):
@@ -87,7 +87,7 @@ def test_flags() -> None:
 
 
 def test_variables() -> None:
-    """Accelerate's variables, whose names the place has already."""
+    """Problems of Accelerate's variables have the variable in their place."""
     asked = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "7"}
     document = document_from_accelerate(asked)
     assert document is not None
@@ -96,7 +96,7 @@ def test_variables() -> None:
 
 
 def test_code_against_a_file() -> None:
-    """A dict and a plugin that say other than the launcher's document, and an argument beside a short field."""
+    """A dict and a plugin that contradict the launcher's document, and an argument next to a short field."""
     launched = short(zero_stage=2, gradient_clipping=1.0)
     for own in (short(zero_stage=3), DeepSpeedPlugin(zero_stage=3).document):
         with pytest.raises(ConfigError) as caught:
@@ -109,7 +109,7 @@ def test_code_against_a_file() -> None:
 
 
 def test_resolution() -> None:
-    """A field that nothing fills."""
+    """A field that no source fills keeps its name."""
     with pytest.raises(ConfigError) as caught:
         resolve(short(zero_stage=3, offload_param_device="nvme", offload_param_nvme_path="auto"), Facts())
     assert [problem.key for problem in caught.value.problems] == ["offload_param_nvme_path"]

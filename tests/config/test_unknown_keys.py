@@ -1,4 +1,4 @@
-"""What is said of keys that DeepSpeed has no more, that belong elsewhere, or that are misspelt."""
+"""Messages for keys that DeepSpeed has removed, that belong elsewhere, or that are misspelt."""
 
 # ruff: noqa: E501 - a row of the table is one line
 
@@ -20,7 +20,7 @@ Problems = Callable[..., list[str]]
 
 @pytest.fixture
 def problems(tmp_path: Path) -> Problems:
-    """The problems of one JSON, as `key: message | fix`."""
+    """Return the problems of one JSON, as `key: message | fix`."""
 
     def find(values: Mapping[str, Any]) -> list[str]:
         path = tmp_path / "c.json"
@@ -58,7 +58,7 @@ TABLE: list[tuple[str, dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("values", "said"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_unknown_keys(values: dict[str, Any], said: str | None, problems: Problems) -> None:
-    """A key is refused with what became of it, where it belongs, or what was meant."""
+    """The error has the key's fate, its right place, or the likely key."""
     found = problems(values)
     if said is None:
         assert found == []
@@ -69,7 +69,7 @@ def test_unknown_keys(values: dict[str, Any], said: str | None, problems: Proble
 
 @pytest.mark.parametrize("path", RETIRED_KEYS, ids=".".join)
 def test_retired_keys(path: tuple[str, ...], problems: Problems) -> None:
-    """Each is refused under its full name, with what became of it and what to write."""
+    """Each is refused under its full name, with its fate and what to write."""
     values: Any = None
     for part in reversed(path):
         values = {part: values}

@@ -32,9 +32,9 @@ def is_right(document: Document) -> bool:
     return all(problem.severity != "error" for problem in find_problems(document))
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="the published configuration files are not beside this checkout")
+@pytest.mark.skipif(not PUBLISHED, reason="the published configuration files are not next to this checkout")
 def test_published_files(tmp_path: Path) -> None:
-    """The new file asks for the same run as the old one; what is lost are keys that ask for nothing here."""
+    """The new file gives the same run as the old one. Only keys without effect here are lost."""
     updated = 0
     for path in PUBLISHED:
         file = tmp_path / path.name
@@ -60,7 +60,7 @@ def test_published_files(tmp_path: Path) -> None:
 
 
 def test_other_spellings_become_todays(tmp_path: Path) -> None:
-    """A DeepSpeed JSON stays one; aliases, texts for numbers and deprecated keys get the form that is documented."""
+    """A DeepSpeed JSON stays one. Aliases, texts for numbers and deprecated keys get the documented form."""
     file = tmp_path / "ds.json"
     file.write_text(
         """{
@@ -83,7 +83,7 @@ def test_other_spellings_become_todays(tmp_path: Path) -> None:
 
 
 def test_a_named_json_stays_named(tmp_path: Path) -> None:
-    """What the DeepSpeed JSON says stays there, so that a later change of it still counts."""
+    """The DeepSpeed JSON's values stay there, so a later change of it still counts."""
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "gradient_clipping": "auto"}')
     file = tmp_path / "launch.yaml"
     file.write_text(
@@ -104,7 +104,7 @@ def test_a_named_json_stays_named(tmp_path: Path) -> None:
 
 
 def test_a_json_that_accelerate_wrote_stays_json(tmp_path: Path) -> None:
-    """Launch keys in a JSON file: Accelerate's `write_basic_config` writes such files."""
+    """Accelerate's `write_basic_config` writes launch keys in JSON files like this one."""
     file = tmp_path / "default_config.json"
     file.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "tpu_zone": None}))
     update_config(file)
@@ -113,7 +113,7 @@ def test_a_json_that_accelerate_wrote_stays_json(tmp_path: Path) -> None:
 
 
 def test_an_older_backup_is_kept(tmp_path: Path) -> None:
-    """The second update does not overwrite what the first kept; the file's mode stays."""
+    """The second update does not overwrite the first backup. The file's mode stays."""
     file = tmp_path / "a.yaml"
     for text in ("num_processes: 2\n", "num_processes: 3\n"):
         file.write_text(text)

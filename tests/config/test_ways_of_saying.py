@@ -20,7 +20,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch.flags import document_from_flags
 
 ZERO = "zero_optimization"
-# What is requested: the flag with its text, the key of a file with its value, and Accelerate's variable with its text.
+# The requests: the flag with its text, the key of a file with its value, and Accelerate's variable with its text.
 REQUESTS: dict[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, str]]] = {
     "cpu": (("cpu", True), ("use_cpu", True), ("ACCELERATE_USE_CPU", "true")),
     "stage": (("zero_stage", "2"), ("deepspeed_config.zero_stage", 2), ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
@@ -43,7 +43,7 @@ REQUESTS: dict[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, str]]] = 
 }
 OF_ZERO = ("stage", "offload")
 WAYS = ("flag", "file", "code", "environment")
-# A launcher has flags and a file; a process that none has started has Accelerate's variables. Code comes after both.
+# A launcher has flags and a file. A process started without one has Accelerate's variables. Code comes after both.
 TOGETHER = [
     pair
     for pair in itertools.product(WAYS, WAYS)
@@ -52,7 +52,7 @@ TOGETHER = [
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's content by dotted keys."""
+    """Return a file's content for dotted keys."""
     content: dict[str, Any] = {}
     for key, value in keys.items():
         *above, last = key.split(".")
@@ -64,7 +64,7 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said(ways: Mapping[str, str], folder: Path, start: Mapping[str, Any]) -> Document:
-    """The checked document of a run, each request said in its way, with what the file says before."""
+    """Return the checked document of a run with each request in its form, after the file's content."""
     flags = dict(REQUESTS[name][0] for name, way in ways.items() if way == "flag")
     written = {**start, **dict(REQUESTS[name][1] for name, way in ways.items() if way == "file")}
     code = dict(REQUESTS[name][1] for name, way in ways.items() if way == "code")
@@ -83,7 +83,7 @@ def said(ways: Mapping[str, str], folder: Path, start: Mapping[str, Any]) -> Doc
 
 
 def verdict(document: Document) -> dict[str, Any]:
-    """What a run would be, as far as it can be seen without one."""
+    """Return the run's properties that are visible without running."""
     settings = launch_settings(document)
     strategy: StrategyName = "deepspeed" if asks_for_deepspeed(document, settings) else "ddp"
     resolved = resolve_before_run(document, accelerator="cpu", processes=2, strategy=strategy)
@@ -111,7 +111,7 @@ WANTED = {"cpu": True, "stage": 2, "precision": "bf16", "accumulation": 4, "clip
 
 
 def wanted(names: Iterable[str]) -> dict[str, Any]:
-    """The verdict on these requests."""
+    """Return the expected verdict on these requests."""
     strategy = "deepspeed" if set(names) & set(OF_ZERO) else "ddp"
     return {**ALONE, "strategy": strategy, **{name: WANTED[name] for name in names}}
 
@@ -130,13 +130,13 @@ def _no_file_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ids="-".join,
 )
 def test_each_way_says_the_same(names: Iterable[str], way: str, tmp_path: Path) -> None:
-    """The device, the strategy and every value of a run do not depend on where they are written."""
+    """A run's device, strategy and values do not depend on where they are written."""
     assert verdict(said(dict.fromkeys(names, way), tmp_path, {})) == wanted(names)
 
 
 @pytest.mark.parametrize(("device", "zero"), TOGETHER, ids="-".join)
 def test_the_cpu_and_zero_go_together(device: str, zero: str, tmp_path: Path) -> None:
-    """Wherever the device is chosen and ZeRO requested: the first takes nothing from the second."""
+    """Wherever the device is chosen and ZeRO is requested, the device removes nothing from ZeRO."""
     ways = {"cpu": device, "stage": zero, "accumulation": zero, "precision": device}
     start = {} if "environment" in (device, zero) else {"num_processes": 2}
     assert verdict(said(ways, tmp_path, start)) == wanted(ways)
@@ -145,7 +145,7 @@ def test_the_cpu_and_zero_go_together(device: str, zero: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "MULTI_CPU", "NO"])
 @pytest.mark.parametrize("device", ["flag", "file"])
 def test_a_type_without_zero_that_a_file_names_counts(kind: str, device: str, tmp_path: Path) -> None:
-    """A file that requests a run without ZeRO gets one on the CPU; GPUs and the CPU in one file are an error."""
+    """A file that requests a run without ZeRO gets one on the CPU. GPUs and the CPU in one file are an error."""
     ways, start = {"cpu": device}, {"distributed_type": kind, "deepspeed_config.zero_stage": 2}
     if (kind, device) == ("MULTI_GPU", "file"):
         with pytest.raises(ConfigError, match="use_cpu: true, but distributed_type is MULTI_GPU"):

@@ -1,4 +1,4 @@
-"""A document as text again: nothing changes but comments, whoever reads it."""
+"""A document as text again: only comments change, for any reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PUBLISHED = sorted(
 
 
 def values(tree: Tree) -> dict[Any, Any]:
-    """By path, with the type, which `==` does not tell apart: 1, 1.0 and True."""
+    """Return values by path, with the type, which `==` does not distinguish: 1, 1.0 and True."""
     return {path: (repr(entry.value), entry.value) for path, entry in tree.entries.items()}
 
 
@@ -47,13 +47,13 @@ def assert_round_trips(document: Document, folder: Path) -> None:
 
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
 def test_our_files(file: Path, tmp_path: Path) -> None:
-    """Every file that is shipped comes back equal, as YAML and, its training part, as JSON."""
+    """Every shipped file comes back equal, as YAML and, for its training part, as JSON."""
     assert_round_trips(read_document(file), tmp_path)
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="the published configuration files are not beside this checkout")
+@pytest.mark.skipif(not PUBLISHED, reason="the published configuration files are not next to this checkout")
 def test_published_files(tmp_path: Path) -> None:
-    """Every published file that can be read whole comes back equal, also where its values are not legal."""
+    """Every readable published file comes back equal, even with illegal values."""
     whole = 0
     for file in PUBLISHED:
         try:
@@ -102,7 +102,7 @@ ANYTHING = some.recursive(
 @settings(deadline=None)  # other work shares the machine
 @given(some.dictionaries(TEXT, ANYTHING, max_size=5))
 def test_any_value_is_read_back_by_both_yaml_versions(mapping: dict[str, Any]) -> None:
-    """PyYAML reads what is written as the same keys, values and types; commented or not."""
+    """PyYAML reads the written text as the same keys, values and types, commented or not."""
     text = yaml_text(mapping)
     assert repr(yaml.safe_load(text)) == repr(mapping)
     commented = yaml_text(mapping, {(key,): "A sentence: with # and 'quotes'." for key in mapping})
@@ -173,13 +173,13 @@ LAUNCH = some.fixed_dictionaries(
 def test_any_document(
     tmp_path_factory: pytest.TempPathFactory, launch: dict[str, Any], deepspeed: dict[str, Any]
 ) -> None:
-    """A document that was made in code comes back equal through either file; what it holds need not be legal."""
+    """A document made in code comes back equal through either file, even with illegal values."""
     document = document_from_mapping({**launch, "deepspeed_config": deepspeed}, "code")
     assert_round_trips(document, tmp_path_factory.getbasetemp())
 
 
 def test_layout() -> None:
-    """Short fields where Accelerate has them, DeepSpeed's names elsewhere, numbers with a point, traps in quotes."""
+    """Short fields for Accelerate's keys, DeepSpeed's names for others, numbers with a point, traps in quotes."""
     document = document_from_mapping(
         {
             "distributed_type": "NO",
@@ -211,7 +211,7 @@ def test_layout() -> None:
 
 
 def test_zero_without_a_stage_stays_what_deepspeed_runs(tmp_path: Path) -> None:
-    """A JSON without a stage is stage 0; left out of the YAML, the stage would be read as Accelerate's 2."""
+    """A JSON without a stage is stage 0. Without a stage in the YAML, it would be read as Accelerate's 2."""
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
     launch = tmp_path / "launch.yaml"
     launch.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
@@ -223,7 +223,7 @@ def test_zero_without_a_stage_stays_what_deepspeed_runs(tmp_path: Path) -> None:
 
 
 def test_what_was_not_read_whole_is_not_written(tmp_path: Path) -> None:
-    """A duplicate key, or a named file that is missing, would be lost without a word."""
+    """A duplicate key, or a missing named file, would be lost silently."""
     file = tmp_path / "twice.json"
     file.write_text('{"train_batch_size": 8, "train_batch_size": 16}')
     for write in (Document.to_deepspeed, Document.to_accelerate_yaml):
@@ -232,7 +232,7 @@ def test_what_was_not_read_whole_is_not_written(tmp_path: Path) -> None:
 
 
 def test_comments_stand_beside_their_key_or_above() -> None:
-    """On the same line while that ends within 120 columns, else on a line before."""
+    """They are on the same line if it ends within 120 columns, and otherwise on the line before."""
     values = {"a": 1, "b": {"c": "x" * 80}}
     comments = {("a",): "Short.", ("b",): "A section.", ("b", "c"): "Too long to stand on the same line."}
     assert yaml_text(values, comments) == (

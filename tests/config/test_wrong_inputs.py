@@ -1,6 +1,6 @@
-"""Wrong inputs, one fault each: the exact place, the key line of the message, and that the fix mends it."""
+"""Wrong inputs, one fault each: the exact place, the key line of the message, and a fix that works."""
 
-# ruff: noqa: E501 - a case is a line, so that the tables can be read as tables
+# ruff: noqa: E501 - a case is a line, so the tables can be read as tables
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zero_plugin.config.read import read_document
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError, Problem
 
-SECONDS = 2.0  # of the processor, which others' load does not count for; a hundred times what the slowest needs
+SECONDS = 2.0  # of the processor, so other load does not count; a hundred times what the slowest needs
 YAML = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
 ZERO2 = '"zero_optimization": {"stage": 2, '
 ZERO3 = '"zero_optimization": {"stage": 3, '
 N = "num_processes: 2\n"
 
-# (what is wrong, file, its content, line:column, key and message as they start, fix as it starts)
+# (problem, file, its content, line:column, key and message as they start, fix as it starts)
 WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     # --- the file itself
     ("an empty YAML", "c.yaml", "", "1:1", "the file is empty", "Write a launch YAML (num_processes: 2, …) or a DeepSpeed JSON."),
@@ -305,7 +305,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("a short field against an inline one", "c.yaml", YAML + "  zero_stage: 2\n  zero_optimization: {stage: 3}\n", "4:3", "zero_stage: 2 here, but 3 at c.yaml:5:23", "Keep one of the two, or write auto in the DeepSpeed JSON."),
 ]  # fmt: skip
 
-# What follows the fix's words in the rows above: (row, what is replaced, by what)
+# The replacement that follows the fix's words in the rows above: (row, old text, new text)
 MENDED = [
     ("a list at the top", "- zero_stage: 2", "num_processes: 2"),
     ("a merge conflict in JSON", '<<<<<<< HEAD\n"steps_per_print": 1\n=======\n"steps_per_print": 2\n>>>>>>> other\n', '"steps_per_print": 1'),
@@ -385,7 +385,7 @@ ZERO_YAML = "deepspeed_config:\n  zero_optimization:\n    stage: 3\n    sub_grou
 SUB_GROUP = ("zero_optimization", "sub_group_size")
 LR = ("optimizer", "params", "lr")
 
-# What other readers take for something else, and what it is here: (name, file, content, training or launch path, value)
+# Values that other readers misread, and their meaning here: (name, file, content, training or launch path, value)
 READ: list[tuple[str, str, str | bytes, tuple[str, ...], Any]] = [
     ("an exponent for an integer", "c.yaml", ZERO_YAML + "2e8\n", SUB_GROUP, 200_000_000),
     ("a signed exponent", "c.yaml", ZERO_YAML + "+2E+8\n", SUB_GROUP, 200_000_000),
@@ -476,7 +476,7 @@ def test_the_table_is_long_and_without_repetition() -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("name", "content", "place", "headline", "fix"), [w[1:] for w in WRONG], ids=list(by_name))
 def test_one_fault_is_one_located_problem(name: str, content: str | bytes, place: str, headline: str, fix: str) -> None:
-    """The one problem stands at its place, says what is wrong in one line, and what to write instead."""
+    """The one problem has its place, its message in one line, and the right value."""
     found = problems_of(name, content)
     assert [p.headline for p in found][1:] == []
     (problem,) = found
@@ -486,13 +486,13 @@ def test_one_fault_is_one_located_problem(name: str, content: str | bytes, place
     assert "\n" not in problem.headline + problem.fix
 
 
-# Rows whose fix names one word to write; it is written by the test, at the place that the problem names.
+# Rows whose fix is one word. The test writes the word at the problem's place.
 SUGGESTED = [row[0] for row in WRONG if row[5].startswith("Did you mean ") or "as JSON spells it" in row[5]]
 
 
 @pytest.mark.parametrize("row", SUGGESTED)
 def test_what_is_suggested_mends(row: str) -> None:
-    """The word that a fix proposes, put at the place that the problem names, leaves no problem."""
+    """The fix's word, put at the problem's place, leaves no problem."""
     _, name, content, *_ = by_name[row]
     assert isinstance(content, str)
     (problem,) = problems_of(name, content)
@@ -510,7 +510,7 @@ def test_what_is_suggested_mends(row: str) -> None:
 
 @pytest.mark.parametrize(("row", "old", "new"), MENDED, ids=[m[0] for m in MENDED])
 def test_following_the_fix_mends(row: str, old: str, new: str) -> None:
-    """What the fix says, done by hand, leaves no problem."""
+    """The fix, followed by hand, leaves no problem."""
     _, name, content, *_ = by_name[row]
     assert isinstance(content, str)
     assert content.count(old) == 1
@@ -519,7 +519,7 @@ def test_following_the_fix_mends(row: str, old: str, new: str) -> None:
 
 @pytest.mark.parametrize(("name", "content", "path", "value"), [r[1:] for r in READ], ids=[r[0] for r in READ])
 def test_traps_that_are_legal(name: str, content: str | bytes, path: tuple[str, ...], value: Any) -> None:
-    """Spellings that other readers trip over have one meaning, of the type that the key wants, and no error."""
+    """Spellings that other readers misread have one meaning, of the key's type, and no error."""
     assert problems_of(name, content) == ()
     document = read_document(name)
     entry = document.launch.get(*path) or document.deepspeed.get(*path)
@@ -528,7 +528,7 @@ def test_traps_that_are_legal(name: str, content: str | bytes, path: tuple[str, 
 
 
 def test_hjson_is_read_with_a_warning() -> None:
-    """What Accelerate and transformers could not read is one warning, where it begins; strict JSON has none."""
+    """Text that Accelerate and transformers could not read is one warning, at its start. Strict JSON has none."""
     Path("c.json").write_text("{\n  'train_batch_size': 1\n  memory_breakdown: true\n}")
     warnings = [p for p in find_problems(read_document("c.json")) if p.severity == "warning"]
     assert [(p.where, p.message.split(",")[0]) for p in warnings] == [("c.json:2:3", "Hjson")]
@@ -537,7 +537,7 @@ def test_hjson_is_read_with_a_warning() -> None:
 
 
 def test_all_words_of_a_template_come_together() -> None:
-    """Values that are none are read past, so that one report has them all, and what else is wrong."""
+    """Reading continues past words without a value, so one report has them all and the other problems."""
     found = problems_of(
         "c.json", '{"train_batch_size": BATCH_SIZE,\n"steps_per_print": ${n},\n"fp16": {"enable": True}}'
     )
@@ -550,13 +550,13 @@ def test_all_words_of_a_template_come_together() -> None:
 
 
 def test_what_was_found_before_the_text_broke_is_told() -> None:
-    """A duplicate key and a bare word above the place where reading has to end are in the same report."""
+    """A duplicate key and a bare word above the point where reading stops are in the same report."""
     found = problems_of("c.json", '{"fp16": {}, "fp16": {},\n"steps_per_print": N,\n"dump_state" true}')
     assert [p.where for p in found] == ["c.json:1:14", "c.json:2:20", "c.json:3:14"]
 
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
-    """A folder, a loop of links, a file for a folder and names that no system takes are said to be so."""
+    """The error names a folder, a loop of links, a file for a folder, or a name that no system takes."""
     Path("loop.yaml").symlink_to("loop.yaml")
     for path, message in {
         str(tmp_path): "cannot be read: is a directory",
@@ -577,14 +577,14 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_a_file_without_permission() -> None:
-    """A file that may not be read is said to be so."""
+    """The error says that the file may not be read."""
     Path("other.json").chmod(0)
     with pytest.raises(ConfigError, match="cannot be read: permission denied"):
         read_document("other.json")
 
 
 def test_the_configuration_of_another_tool() -> None:
-    """One finding, of the file: that it is none of these; but one such key beside one of ours is that key's."""
+    """A file with only foreign keys gets one finding for the file. One foreign key next to ours gets its own."""
     (problem,) = problems_of("pl.yaml", "trainer: {max_epochs: 3}\nmodel: {hidden: 3}\ndata: {path: x}\n")
     assert problem.headline == (
         "pl.yaml: holds no key of a launch config or of a DeepSpeed configuration, but trainer, model, data"

@@ -1,4 +1,4 @@
-"""Prepared loaders: whichever they are, the processes' batches are one process' global ones."""
+"""Prepared loaders of every kind: the processes' batches are one process's global ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training import Kind, Samples, Weights, squared, with_sgd
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The samples one after the other; nobody knows how many."""
+    """The samples one after the other, without a length."""
 
     def __init__(self, count: int) -> None:
         self.samples = Samples(count)
@@ -24,7 +24,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def over_loader(make: Callable[[], dict[str, Any]], loop: Plain) -> Weights:
-    """Two epochs; the samples are whole global batches."""
+    """Train two epochs. The samples fill complete global batches."""
     model, optimizer = loop.prepare(*with_sgd())
     loader = loop.loader(**make())
     for _ in range(2):
@@ -65,7 +65,7 @@ def by_workers(loop: Plain) -> Weights:
 
 
 def evaluated(loop: Plain) -> Weights:
-    """Predictions of a held-out dataset that the processes do not divide, each sample once and in order."""
+    """Predict on a held-out dataset that the processes do not divide evenly, each sample once and in order."""
     model, optimizer = loop.prepare(*with_sgd())
     train, held_out = loop.loader(Samples(2 * SIZE)), loop.loader(Samples(2 * SIZE + 7))
     found = []
@@ -82,7 +82,7 @@ def evaluated(loop: Plain) -> Weights:
 
 
 def streamed_evaluation(loop: Plain) -> Weights:
-    """The same of a stream."""
+    """Do the same with a stream."""
     model, _ = loop.prepare(*with_sgd())
     with torch.no_grad():
         found = [loop.for_metrics(model(x)) for x, _ in loop.loader(Stream(2 * SIZE + 7))]
@@ -90,7 +90,7 @@ def streamed_evaluation(loop: Plain) -> Weights:
 
 
 def window_over_epochs(steps: int, loop: Plain) -> Weights:
-    """Accumulation by context where the epoch's length is not known before: the last window is shorter."""
+    """Accumulate by context with an unknown epoch length: the last window is shorter."""
     loop.accumulate_over(steps)
     model, optimizer = loop.prepare(*with_sgd())
     loader = loop.loader(Stream(5 * SIZE))
@@ -103,7 +103,7 @@ def window_over_epochs(steps: int, loop: Plain) -> Weights:
 
 
 def by_hand_over_loader(loop: Plain) -> Weights:
-    """A loader that was not prepared: each process takes its part itself."""
+    """Train with an unprepared loader: each process takes its part itself."""
     model, optimizer = loop.prepare(*with_sgd())
     for x, y in DataLoader(Samples(3 * SIZE), batch_size=SIZE):
         loop.backward(squared(model, (loop.part(x), loop.part(y))))

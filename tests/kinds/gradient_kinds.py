@@ -1,4 +1,4 @@
-"""What loops do with gradients: accumulate, clip, change and skip them."""
+"""Operations of loops on gradients: accumulate, clip, change and skip them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def clipped_by_group(loop: Plain) -> Weights:
 
 
 def accumulated_by_context(loop: Plain) -> Weights:
-    """Two windows of three batches, and a last one of two."""
+    """Train two windows of three batches, and a last one of two."""
     loop.accumulate_over(3)
     model, optimizer = loop.prepare(*with_sgd())
     loader = loop.loader(Samples(8 * SIZE))
@@ -130,7 +130,7 @@ def accumulated_by_context(loop: Plain) -> Weights:
 
 
 def accumulated_and_clipped(loop: Plain) -> Weights:
-    """The norm is that of the whole window."""
+    """Clip by the norm of the complete window."""
     loop.accumulate_over(2)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, eps=1e-4)
@@ -160,7 +160,7 @@ def _noise(parameter: Tensor, index: int) -> Tensor:
 
 
 def noise_by_hooks(loop: Plain) -> Weights:
-    """The same noise on every process."""
+    """Add the same noise on every process."""
     model = net()
     for index, parameter in enumerate(model.parameters()):
         noise = _noise(parameter, index)
@@ -221,7 +221,7 @@ def two_losses_of_two_forwards(loop: Plain) -> Weights:
 
 
 def adversarial_inputs(loop: Plain) -> Weights:
-    """Moved along the sign of their gradients, of which no graph is made."""
+    """Move inputs along the sign of their gradients, without a graph of these."""
 
     def loss(model: Any, step: int) -> Tensor:
         x, y = loop.batch(step)
@@ -243,7 +243,7 @@ def kept_by_zero_grad(loop: Plain) -> Weights:
 
 
 def dropped_gradients(loop: Plain) -> Weights:
-    """Of a batch whose loss is too high, after its backward."""
+    """Drop the gradients of a batch whose loss is too high, after its backward."""
     model, optimizer = loop.prepare(*with_sgd())
     for step in range(STEPS):
         loop.backward(squared(model, loop.batch(step)))
@@ -268,7 +268,7 @@ def by_closure(make: Callable[[Any], torch.optim.Optimizer], loop: Plain) -> Wei
 
 
 def penalized(power: int, loop: Plain) -> Weights:
-    """A penalty on the weights, which the loss is given by hand."""
+    """Add a penalty on the weights to the loss by hand."""
 
     def loss(model: Any, step: int) -> Tensor:
         return squared(model, loop.batch(step)) + 0.01 * sum(p.abs().pow(power).sum() for p in model.parameters())
@@ -289,7 +289,7 @@ def backwards_in_other_order(loop: Plain) -> Weights:
 
 
 def hooks_after_sums(loop: Plain) -> Weights:
-    """The hook finds what has been added up until then."""
+    """Register a hook that finds the sum so far."""
 
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -349,5 +349,5 @@ REFUSED: dict[str, dict[str, str]] = {
     "step(closure)": dict.fromkeys(EVERYWHERE, "accelerator.backward(loss)"),
     "LBFGS": dict.fromkeys(EVERYWHERE, "without a closure"),
 }
-# The script's own lines fail there, in torch, before any of them is the package's.
+# The script's own lines fail there, in torch, before any line of the package runs.
 FAILS = {"noise on gradients, in p.grad": dict.fromkeys(STAGE_3, "assign a gradient of size")}

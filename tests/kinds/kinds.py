@@ -14,5 +14,5 @@ MODULES = (optimizer_kinds, model_kinds, gradient_kinds, weight_kinds, several_k
 KINDS: dict[str, Kind] = {name: kind for module in MODULES for name, kind in module.KINDS.items()}
 # Kind -> path -> words of the error that says why it cannot be right there, and what to write.
 REFUSED: dict[str, dict[str, str]] = {name: paths for module in MODULES for name, paths in module.REFUSED.items()}
-# The same where torch itself raises, in a line of the script's.
+# The same for errors that torch itself raises, in a line of the script.
 FAILS: dict[str, dict[str, str]] = {name: paths for module in MODULES for name, paths in module.FAILS.items()}

@@ -1,4 +1,4 @@
-"""Random lives of one model: prepared, trained, left in the middle, freed, changed and prepared again, a few times."""
+"""Random lives of one model: prepared, trained, left mid-loop, freed, changed and prepared again, a few times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from zero_plugin.utils import extract_model_from_parallel
 
-BATCHES = 7  # of an epoch, which no window but those of one micro-batch divides
+BATCHES = 7  # of an epoch; divisible only by windows of one micro-batch
 OPTIMIZERS = ("sgd", "momentum", "adamw", "groups")
 LEAVES = ("nothing", "backward", "clip", "failed forward", "failed backward", "in accumulate", "in the loop")
 
@@ -31,15 +31,15 @@ class Stage:
         frozen: the layers that are not trained.
         optimizer: its kind.
         accumulation: micro-batches of a window.
-        batches: how many of the first epoch are trained; the loop is left by `break` after so many.
+        batches: how many batches of the first epoch are trained before `break` leaves the loop.
         epochs: complete epochs before that one.
-        loader: whether the batches come from a prepared loader; else windows are complete.
+        loader: whether the batches come from a prepared loader; if not, windows are complete.
         clips, schedules: whether gradients are clipped, and the learning rate changes.
-        leaves: what the loop was in when the memory is freed.
-        resumes: whether it continues a checkpoint of the training before, with the same optimizer.
-        evaluates: whether the model is prepared alone before, and evaluated.
-        edits: whether the weights are written in the end.
-        keeps: whether the script keeps what `prepare` returned.
+        leaves: the loop's point when the memory is freed.
+        resumes: whether it resumes from a checkpoint of the previous training, with the same optimizer.
+        evaluates: whether the model is first prepared alone and evaluated.
+        edits: whether the script writes the weights at the end.
+        keeps: whether the script keeps `prepare`'s results.
     """
 
     frozen: tuple[int, ...]
@@ -67,7 +67,7 @@ class Life:
 
 
 def draw(seed: int) -> Life:
-    """The life of a seed, the same everywhere."""
+    """Draw the life of a seed, the same everywhere."""
     chance = random.Random(seed)
     stages: list[Stage] = []
     for number in range(chance.choice((2, 2, 3))):
@@ -133,35 +133,35 @@ class ScriptError(Exception):
 
 
 class PlainLife(Plain):
-    """Plain torch in one process, with what a life does beside training."""
+    """Plain torch in one process, with a life's other operations."""
 
     def save(self, optimizer: Any, folder: Path) -> Any:
-        """A checkpoint, for `resume`."""
+        """Save a checkpoint for `resume`."""
         return copy.deepcopy(optimizer.state_dict())
 
     def resume(self, optimizer: Any, saved: Any) -> None:
-        """Go on from what `save` returned; the weights are those of the model."""
+        """Continue from `save`'s return value, with the model's own weights."""
         optimizer.load_state_dict(saved)
 
     def leave(self, stage: Stage, model: Any, optimizer: Any) -> None:
-        """Leave the loop as the stage does, and free the memory: nothing of it reaches the next training."""
+        """Leave the loop as the stage does, and free the memory. Nothing reaches the next training."""
         model.zero_grad()
 
 
 class PreparedLife(Prepared):
-    """The same on a path of the package."""
+    """The same operations on a path of the package."""
 
     def save(self, optimizer: Any, folder: Path) -> Path:
-        """By `save_state`, in an open window too."""
+        """Save with `save_state`, in an open window too."""
         self.accelerator.save_state(folder)
         return folder
 
     def resume(self, optimizer: Any, saved: Any) -> None:
-        """By `load_state`."""
+        """Resume with `load_state`."""
         self.accelerator.load_state(saved)
 
     def leave(self, stage: Stage, model: Any, optimizer: Any) -> None:
-        """By what a script's loop may be in when `free_memory` is called, in the middle of it too."""
+        """Leave at any point of a script's loop where it may call `free_memory`, also inside a step."""
         accelerator, batch = self.accelerator, self.batch(50)
         if stage.leaves in ("backward", "clip", "failed backward"):
             with accelerator.accumulate(model):
@@ -193,12 +193,12 @@ class PreparedLife(Prepared):
 
 
 def optimizer_parameters(model: Any) -> list[nn.Parameter]:
-    """The parameters of the user's own module."""
+    """Return the parameters of the user's own module."""
     return list(extract_model_from_parallel(model).parameters())
 
 
 def live(life: Life, loop: PlainLife | PreparedLife, folder: Path) -> list[dict[str, Tensor]]:
-    """The weights after each training of a life."""
+    """Return the weights after each training of a life."""
     torch.manual_seed(life.seed)
     net = Layers(life.model)
     found: list[dict[str, Tensor]] = []
@@ -227,7 +227,7 @@ def _evaluate(loop: Any, net: nn.Module) -> dict[str, Tensor]:
 
 
 def _train(loop: Any, stage: Stage, net: Layers, folder: Path, state: Any) -> tuple[list[Any], Any]:
-    """Train as the stage does, and save: what `prepare` returned, and what to resume from."""
+    """Train as the stage does, and save. Return the objects from `prepare` and a checkpoint to resume from."""
     loop.accumulate_over(stage.accumulation)
     given = _optimizer(stage, net)
     schedules = [torch.optim.lr_scheduler.StepLR(given, 2, 0.5)] if stage.schedules else []
@@ -251,7 +251,7 @@ def _train(loop: Any, stage: Stage, net: Layers, folder: Path, state: Any) -> tu
 
 
 def _batches(loop: Any, stage: Stage) -> Iterator[tuple[int, Any, int]]:
-    """Each batch with its index and their number; those of a loader end windows where the epoch ends."""
+    """Yield each batch with its index and the number of batches. A loader's windows end with the epoch."""
     if not stage.loader:
         windows = max(1, stage.batches // stage.accumulation)
         yield from ((i, loop.batch(i), BATCHES * 9) for i in range(windows * stage.accumulation))

@@ -141,7 +141,7 @@ def tiny_gpt(loop: Plain) -> Weights:
 
 
 def dropping(checkpointed: bool, loop: Plain) -> Weights:
-    """Each process drops by a seed of its own."""
+    """Drop with an own seed on each process."""
     torch.manual_seed(5)
     model = Dropping(checkpointed)
 
@@ -162,7 +162,7 @@ def _whole_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def normalized_by_batches(loop: Plain) -> Weights:
-    """Each process by the statistics of its own part, as without SyncBatchNorm; the running ones are no weights."""
+    """Normalize on each process by its own part, as without SyncBatchNorm. Running statistics are no weights."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, OUT))
 
@@ -175,7 +175,7 @@ def normalized_by_batches(loop: Plain) -> Weights:
 
 
 def truncated_in_time(loop: Plain) -> Weights:
-    """A step after each piece of the sequences; the next one begins with its state."""
+    """Step after each piece of the sequences. The next piece begins with its state."""
     torch.manual_seed(5)
     model = Recurring()
     model, optimizer = loop.prepare(model, sgd(model.parameters()))
@@ -202,7 +202,7 @@ def over_words(make: Callable[[], nn.Module], loop: Plain) -> Weights:
 
 
 def weighted_samples(loop: Plain) -> Weights:
-    """Weights of classes: the mean's divisor is the global batch's."""
+    """Weigh samples by class. The mean's divisor is the global batch's."""
 
     def loss(model: Any, step: int) -> Tensor:
         labels = loop.words(step, 1, OUT)[:, 0]
@@ -227,7 +227,7 @@ def variational(loop: Plain) -> Weights:
 
 
 def method_of_the_model(loop: Plain) -> Weights:
-    """Beside its forward, a part of it is called by a method of its own."""
+    """Call a part of the model by its own method, in addition to the forward."""
     torch.manual_seed(5)
     model = Coding()
 
@@ -241,7 +241,7 @@ def method_of_the_model(loop: Plain) -> Weights:
 
 
 def called_functionally(loop: Plain) -> Weights:
-    """First-order meta-learning: a forward of weights that have taken an inner step, each process on its own part."""
+    """Run first-order meta-learning: a forward of weights after an inner step, each process on its own part."""
 
     def of_rank(model: Any, step: int, rank: int) -> Tensor:
         inner = loop.unwrap(model)
@@ -341,5 +341,5 @@ REFUSED: dict[str, dict[str, str]] = {
     "sparse embedding": dict.fromkeys(ZERO, "with sparse=False"),
     "a layer left out": {"ddp": "find_unused_parameters"},
 }
-# The script's own lines fail there, in torch, before any of them is the package's.
+# The script's own lines fail there, in torch, before any line of the package runs.
 FAILS = {"functional_call": dict.fromkeys(STAGE_3, "must match the size")}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Recomputed(nn.Module):
-    """Blocks that are computed again in the backward."""
+    """Blocks that the backward recomputes."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Recomputed(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM whose head has a weight norm, with a layer of spectral norm before it."""
+    """An LSTM whose head has a weight norm, after a layer of spectral norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Masked(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """A function with a backward of its own."""
+    """A function with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class TwoInputs(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Dropout, in a part that is computed again in the backward."""
+    """Dropout, in a part that the backward recomputes."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Dropping(nn.Module):
 
 
 class Recurring(nn.Module):
-    """An LSTM that is given its state, and gives the next one."""
+    """An LSTM that takes its state and returns the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Packed(nn.Module):
 
 
 class Attending(nn.Module):
-    """A Transformer's encoder with a causal mask, as torch has it."""
+    """A Transformer's encoder with a causal mask, as in torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Skipping(nn.Module):
 
 
 class Coding(nn.Module):
-    """A variational autoencoder that is given its noise, and whose parts scripts call by themselves."""
+    """A variational autoencoder that takes its noise. Scripts call its parts directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Coding(nn.Module):
 
 
 class LowRank(nn.Module):
-    """What a parametrization adds to a frozen weight: LoRA by hand."""
+    """The update that a parametrization adds to a frozen weight: LoRA by hand."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class LowRank(nn.Module):
 
 
 class Borrowing(nn.Module):
-    """A head that is the embedding's weight, used by the parent."""
+    """A head that uses the embedding's weight through its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,14 +244,14 @@ class Borrowing(nn.Module):
 
 @dataclass
 class Outputs:
-    """What no library knows."""
+    """A container class that no library knows."""
 
     first: Tensor
     second: Tensor
 
 
 class Recording(nn.Module):
-    """Outputs in a record of one's own."""
+    """Outputs in a user-defined record."""
 
     def __init__(self) -> None:
         super().__init__()

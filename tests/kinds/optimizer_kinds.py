@@ -52,7 +52,7 @@ def plateau(loop: Plain) -> Weights:
         loss = squared(model, loop.batch(step))
         loop.backward(loss)
         optimizer.step()
-        schedule.step(float(loop.mean(loss)) + step)  # it gets worse and worse
+        schedule.step(float(loop.mean(loss)) + step)  # the loss gets worse and worse
         optimizer.zero_grad()
     return loop.weights(model)
 
@@ -63,7 +63,7 @@ def chained(optimizer: Any) -> Any:
 
 
 def rate_by_hand(loop: Plain) -> Weights:
-    """As old tutorials have it: the rate and the momentum are written into the groups."""
+    """Write the rate and the momentum into the groups, as old tutorials do."""
     model, optimizer = loop.prepare(*with_sgd())
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -75,7 +75,7 @@ def rate_by_hand(loop: Plain) -> Weights:
 
 
 def once_an_epoch(loop: Plain) -> Weights:
-    """Epochs of two steps."""
+    """Step the schedule once an epoch, of two steps."""
     model, optimizer = with_sgd()
     model, optimizer, schedule = loop.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1, 0.5))
     for _ in range(3):
@@ -94,7 +94,7 @@ def cycled_betas(loop: Plain) -> Weights:
 
 
 def rate_of_a_group(loop: Plain) -> Weights:
-    """One group rests until the second epoch."""
+    """Keep one group at rest until the second epoch."""
     model = net()
     optimizer = sgd([{"params": model[0].parameters()}, {"params": model[2:].parameters()}], momentum=0)
     rates = [lambda step: float(step >= 2), lambda step: 1.0]

@@ -49,7 +49,7 @@ def distilled(loop: Plain) -> Weights:
 
 
 def contrasted(loop: Plain) -> Weights:
-    """Every sample against those of all processes, of which only the own have gradients, as in many scripts."""
+    """Contrast every sample with those of all processes. Only its own have gradients, as in many scripts."""
     model = net()
 
     def loss(model: Any, step: int) -> Tensor:
@@ -68,7 +68,7 @@ def _views(step: int) -> tuple[Tensor, Tensor]:
 
 
 def contrast_of_all(with_gradients: bool, loop: Plain) -> Weights:
-    """Every sample against the other view of those of all processes, which `gather` brings."""
+    """Contrast every sample with the other view of all processes' samples, which `gather` collects."""
 
     def loss(model: Any, step: int) -> Tensor:
         left, right = ({r: loop.share(view, r) for r in loop.ranks} for view in _views(step))
@@ -87,7 +87,7 @@ def contrast_of_all(with_gradients: bool, loop: Plain) -> Weights:
 
 
 class Siamese(nn.Module):
-    """A projection, and a prediction of the other view's."""
+    """A projection, and a prediction of the other view's projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Siamese(nn.Module):
 
 
 def siamese(loop: Plain) -> Weights:
-    """SimSiam: each view predicts the other one, which is detached."""
+    """Train SimSiam: each view predicts the other one, which is detached."""
     torch.manual_seed(5)
     model = Siamese()
 
@@ -112,7 +112,7 @@ def siamese(loop: Plain) -> Weights:
 
 
 def prepared_teacher(loop: Plain) -> Weights:
-    """A frozen teacher that is prepared too: at stage 3 it is partitioned."""
+    """Prepare the frozen teacher too. At stage 3 it is partitioned."""
     teacher = net().eval().requires_grad_(False)
     torch.manual_seed(6)
     student = nn.Linear(FEATURES, OUT)
@@ -128,7 +128,7 @@ def prepared_teacher(loop: Plain) -> Weights:
 
 
 def mean_teacher(loop: Plain) -> Weights:
-    """A target that follows the model, as in BYOL or Q-learning, and that the loss is made with."""
+    """Train with a target that follows the model, as in BYOL or Q-learning, and that the loss uses."""
     teacher = net().requires_grad_(False)
     student, optimizer, teacher = loop.prepare(*with_sgd(), teacher)
     for step in range(STEPS):
@@ -143,7 +143,7 @@ def mean_teacher(loop: Plain) -> Weights:
 
 
 def two_models_one_loss(loop: Plain) -> Weights:
-    """An encoder and a decoder, each with its own optimizer."""
+    """Train an encoder and a decoder, each with its own optimizer."""
     torch.manual_seed(5)
     encoder, decoder = nn.Linear(FEATURES, 3), nn.Linear(3, FEATURES)
     left, right = sgd(encoder.parameters()), torch.optim.AdamW(decoder.parameters(), lr=0.01, eps=1e-4)
@@ -158,7 +158,7 @@ def two_models_one_loss(loop: Plain) -> Weights:
 
 
 class Uncertainty(nn.Module):
-    """A loss with weights of its own."""
+    """A loss with its own weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def two_optimizers_of_one(loop: Plain) -> Weights:
 
 
 def policy_gradient(loop: Plain) -> Weights:
-    """Several steps on each rollout, by a clipped ratio to the old policy, with a critic in the same module."""
+    """Take several steps on each rollout, by a clipped ratio to the old policy, with a critic in the same module."""
     torch.manual_seed(5)
     model = TwoHeads()
     model, optimizer = loop.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.003, eps=1e-4))

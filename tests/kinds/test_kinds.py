@@ -12,7 +12,7 @@ from loops import ZERO, Plain, outcome_of
 from on_paths import on_rows, row
 from paths import tolerance_of
 
-# Kinds that no other daily test has; they run daily on ZeRO-2, in two processes.
+# Kinds that no other daily test has. They run daily on ZeRO-2, in two processes.
 DAILY = (
     "OneCycle with betas",
     "LSTM, weight and spectral norm",
@@ -31,7 +31,7 @@ PATHS = {1: ("single", *ZERO), 2: ("ddp", *ZERO), 3: ("ddp", *ZERO)}
 
 
 def is_right(kind: str, path: str, difference: float | None, text: str) -> bool:
-    """Whether a kind ends on a path as it must: with plain torch's weights, or with the words of its refusal."""
+    """Check that a kind ends on a path as it must: with plain torch's weights, or with the expected error."""
     refused, fails = REFUSED.get(kind, {}).get(path), FAILS.get(kind, {}).get(path)
     if difference is None:
         words = refused if text.startswith("refused: ") else fails

@@ -1,4 +1,4 @@
-"""Random lives of a model: trained, left in the middle, freed, changed and prepared again, as in plain torch."""
+"""Random lives of a model, trained, left mid-loop, freed, changed and prepared again, equal plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What most kinds train, and the loop that most of them have."""
+"""The net, data and loop that most kinds use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(
     schedule: Any = None,
     after: Callable[[Any, int], None] | None = None,
 ) -> Weights:
-    """The common loop: backward, step, schedule, zero_grad."""
+    """Run the common loop: backward, step, schedule, zero_grad."""
     objects = loop.prepare(model, optimizer, *([schedule] if schedule else []))
     model, optimizer = objects[:2]
     for step in range(STEPS):
@@ -52,13 +52,13 @@ def train(
 
 
 def with_sgd(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A net and its optimizer."""
+    """Build a net and its optimizer."""
     model = net()
     return model, sgd(model.parameters(), **options)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """So many inputs and targets, which a loader divides into batches."""
+    """A number of inputs and targets, which a loader divides into batches."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(11)

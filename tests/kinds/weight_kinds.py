@@ -1,4 +1,4 @@
-"""What loops do with weights between steps: average, freeze, restore and change them."""
+"""Operations of loops on weights between steps: average, freeze, restore and change them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def frozen_body(loop: Plain) -> Weights:
 
 
 def averaged_parameters(loop: Plain) -> Weights:
-    """By hand, over the parameters."""
+    """Average the parameters by hand."""
     model, optimizer = loop.prepare(*with_sgd())
     with loop.whole_weights(model):
         average = [p.detach().clone() for p in model.parameters()]
@@ -55,7 +55,7 @@ def averaged_parameters(loop: Plain) -> Weights:
 
 
 def averaged_model(loop: Plain) -> Weights:
-    """torch's AveragedModel of the prepared one."""
+    """Average the prepared model with torch's AveragedModel."""
     model, optimizer = loop.prepare(*with_sgd())
     with loop.whole_weights(model):
         averaged = AveragedModel(loop.unwrap(model), multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -69,7 +69,7 @@ def averaged_model(loop: Plain) -> Weights:
 
 
 def unfrozen(loop: Plain) -> Weights:
-    """A backbone that is frozen in the first epoch, with all parameters in one optimizer."""
+    """Unfreeze a backbone after the first epoch, with all parameters in one optimizer."""
     model = net()
     body = model[0].requires_grad_(False)
     model, optimizer = loop.prepare(model, sgd(model.parameters()))
@@ -83,7 +83,7 @@ def unfrozen(loop: Plain) -> Weights:
 
 
 def unfrozen_and_prepared(loop: Plain) -> Weights:
-    """A backbone that is frozen in the first epoch; the second one has an optimizer of its own."""
+    """Unfreeze a backbone after the first epoch. The second epoch has its own optimizer."""
     model = net()
     model[0].requires_grad_(False)
     for epoch in range(2):
@@ -111,7 +111,7 @@ def frozen_later(loop: Plain) -> Weights:
 
 
 def clamped(loop: Plain) -> Weights:
-    """As in a Wasserstein GAN."""
+    """Clamp the weights as in a Wasserstein GAN."""
     model, optimizer = loop.prepare(*with_sgd())
     for step in range(STEPS):
         loop.backward(squared(model, loop.batch(step)))
@@ -124,7 +124,7 @@ def clamped(loop: Plain) -> Weights:
 
 
 def perturbed(loop: Plain) -> Weights:
-    """Weights are moved for the forward and the backward, and back before the step."""
+    """Move weights for the forward and the backward, and back before the step."""
     model, optimizer = loop.prepare(*with_sgd())
     for step in range(STEPS):
         with loop.whole_weights(model), torch.no_grad():
@@ -140,7 +140,7 @@ def perturbed(loop: Plain) -> Weights:
 
 
 def looked_ahead(loop: Plain) -> Weights:
-    """Lookahead: slow weights, which the fast ones go back to at every second step."""
+    """Train with Lookahead: at every second step the fast weights return to the slow ones."""
     model, optimizer = loop.prepare(*with_sgd())
     slow = loop.weights(model)
     for step in range(STEPS + 1):
@@ -156,7 +156,7 @@ def looked_ahead(loop: Plain) -> Weights:
 
 
 def best_restored(loop: Plain) -> Weights:
-    """The weights of the lowest loss come back, and train on with the optimizer as it is."""
+    """Restore the weights of the lowest loss, and train on with the same optimizer."""
     model, optimizer = loop.prepare(*with_sgd())
     best = None
     for step in range(STEPS + 1):

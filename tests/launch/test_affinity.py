@@ -1,4 +1,4 @@
-"""Cores of each process, from trees such as the kernel shows."""
+"""Cores of each process, from trees that look like the kernel's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def system(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Path:
-    """NVIDIA's list of GPUs."""
+    """Simulate NVIDIA's list of GPUs."""
     for number, gpu in enumerate(GPUS):
         folder = tmp_path / "gpus" / gpu
         folder.mkdir(parents=True)
@@ -57,14 +57,17 @@ NODE_0, NODE_1 = "0-3,8-11", "4-7,12-15"
 def test_cores(
     processes: int, gpus: tuple[str | None, ...], allowed: list[int], expected: list[str], reason: str, system: Path
 ) -> None:
-    """The GPU's node where it is known, else an even share; no core that may not be used; one node binds nothing."""
+    """A process gets its GPU's node if known, otherwise an even share of the allowed cores.
+
+    On one node nothing is bound.
+    """
     binding = choose_cores(processes, gpus, allowed, system)
     assert [number_ranges(cores) for cores in binding.cores] == expected
     assert reason in binding.reason
 
 
 def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
-    """Without the kernel's tree nothing is bound."""
+    """Without the kernel's tree no process is bound."""
     assert read_nodes(tmp_path) == {}
     assert choose_cores(2, (), ALL, tmp_path).cores == ()
 
@@ -79,14 +82,14 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_the_gpu_of_each_process(visible: str | None, expected: tuple[str | None, ...], driver: Path) -> None:
-    """In the driver's order, as far as `CUDA_VISIBLE_DEVICES` shows them, by number or by name."""
+    """GPUs follow the driver's order, limited to those in `CUDA_VISIBLE_DEVICES`, by number or by name."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert find_gpus(3, environ, driver) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process")
 def test_binding_what_the_launcher_wrote() -> None:
-    """A worker reads the launcher's list; what it may not use is not given to it."""
+    """A worker reads the launcher's list and ignores cores that it may not use."""
     before = os.sched_getaffinity(0)
     try:
         bind_to_cores(number_ranges({min(before)}))

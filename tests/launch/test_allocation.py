@@ -1,4 +1,4 @@
-"""`zero-plugin launch` inside a SLURM job or under mpirun: what it takes from there, and what it refuses."""
+"""`zero-plugin launch` inside a SLURM job or under mpirun: the values it uses, and its refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def document(kind: Any = "file", **keys: Any) -> Document:
 
 
 def test_machines_and_meeting_point_come_from_srun() -> None:
-    """Number, rank, first node and a port of the job's own, each with its variable; outside of a job nothing."""
+    """The number, rank, first node and the job's own port each come with their variable. Outside a job, none does."""
     filled, said = fill_from_job(Document(), SRUN)
     settings = launch_settings(filled)
     assert (settings.num_machines, settings.machine_rank, settings.main_process_ip) == (2, 1, "gpu08")
@@ -62,7 +62,7 @@ def test_machines_and_meeting_point_come_from_srun() -> None:
 
 
 def test_what_is_written_wins_but_for_the_rank_in_a_file() -> None:
-    """All machines read the same file, so its `machine_rank` can be true for one of them only."""
+    """All machines read the same file, so its `machine_rank` is true for only one of them. Other written values win."""
     asked = document(machine_rank=0, main_process_ip="10.0.0.1", main_process_port=5, num_machines=2)
     filled, said = fill_from_job(asked, SRUN)
     settings = launch_settings(filled)
@@ -74,7 +74,7 @@ def test_what_is_written_wins_but_for_the_rank_in_a_file() -> None:
 
 
 def test_the_elastic_rendezvous_needs_no_rank() -> None:
-    """With c10d machines number themselves; an endpoint that was typed stays the meeting point."""
+    """With c10d machines number themselves. A typed endpoint stays the meeting point."""
     filled, _ = fill_from_job(document(rdzv_backend="c10d"), SRUN, "node:1")
     assert filled.launch.value("machine_rank") is None
     assert filled.launch.value("main_process_ip") is None
@@ -82,7 +82,7 @@ def test_the_elastic_rendezvous_needs_no_rank() -> None:
 
 
 def test_a_job_takes_back_what_was_said_of_one_machine() -> None:
-    """A note that a key counts with several machines alone is gone where the job has several."""
+    """The note that a key counts only with several machines disappears if the job has several."""
     asked = document(rdzv_backend="c10d", rdzv_conf="timeout=60")
     checked = replace(asked, notes=check_document(asked))
     assert [note.key for note in checked.notes] == ["rdzv_backend", "rdzv_conf"]
@@ -90,7 +90,7 @@ def test_a_job_takes_back_what_was_said_of_one_machine() -> None:
 
 
 def test_under_mpirun_only_the_address_is_missing() -> None:
-    """One launcher on each machine: number and rank are known, and MASTER_ADDR where it was given."""
+    """With one launcher per machine, number and rank are known, and MASTER_ADDR if it was set."""
     settings = launch_settings(fill_from_job(Document(), MPI)[0])
     assert (settings.num_machines, settings.machine_rank, settings.main_process_ip) == (2, 1, None)
     settings = launch_settings(fill_from_job(Document(), {**MPI, "MASTER_ADDR": "10.0.0.1"})[0])
@@ -98,7 +98,10 @@ def test_under_mpirun_only_the_address_is_missing() -> None:
 
 
 def test_in_kubernetes_torchruns_variables_are_read() -> None:
-    """Machines, rank, address, port and, where it is a number, how many processes: a file's number gives way to it."""
+    """Machines, rank, address, port and a numeric process count come from the variables.
+
+    They override a file's number.
+    """
     settings = launch_settings(fill_from_job(Document(), POD)[0])
     assert (settings.num_machines, settings.machine_rank, settings.num_processes) == (2, 1, 8)
     assert (settings.main_process_ip, settings.main_process_port) == ("job-node-0-0.job", 29400)
@@ -145,7 +148,7 @@ def test_in_kubernetes_torchruns_variables_are_read() -> None:
     ],
 )
 def test_several_runs_of_one_are_refused(environ: dict[str, str], asked: dict[str, Any], parts: list[str]) -> None:
-    """What would wait for ever, or start one run several times, is an error that says how to start it once."""
+    """A start that would wait forever, or start one run several times, is an error that shows the right start."""
     with pytest.raises(ConfigError) as caught:
         fill_from_job(document(**asked), environ)
     for part in parts:

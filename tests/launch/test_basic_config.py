@@ -1,4 +1,4 @@
-"""The launch config that nobody was asked about."""
+"""The launch config that is written without questions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_suits_a_machine() -> None:
 
 
 def test_what_suits_a_tpu() -> None:
-    """All its devices, in bf16; GPUs beside it come first, as in a launch."""
+    """All devices of the TPU in bf16. If the machine also has GPUs, they come first, as in a launch."""
     tpu = "4 TPU chips on the PCI bus"
     assert best_precision(Machine(0, 96, tpu)) == "bf16"
     values = basic_values(Machine(0, 96, tpu), "bf16")
@@ -43,14 +43,14 @@ def test_what_suits_a_tpu() -> None:
 
 
 def test_precision_is_of_the_gpus() -> None:
-    """Without a GPU: `no`, also where the processor has bf16, which is no faster there."""
+    """Without a GPU it is `no`, even if the processor has bf16, which is no faster there."""
     assert best_precision(Machine(gpus=0, cores=4)) == "no"
     machine = look_at_machine()
     assert best_precision(machine) in (("bf16", "no") if machine.gpus else ("no",))
 
 
 def test_write_basic_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It returns the path; where a file is already it returns False, warns, and leaves the file."""
+    """It returns the path. If a file exists, it returns False, warns, and leaves the file."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     file = write_basic_config()
     assert file == default_config_file(os.environ)
@@ -64,7 +64,7 @@ def test_write_basic_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_an_unknown_precision(tmp_path: Path) -> None:
-    """It is refused by the check, with the likely one; nothing is written."""
+    """The check refuses it and suggests the likely one. No file is written."""
     with pytest.raises(ConfigError, match=r"(?s)mixed_precision: .*bf17.*bf16"):
         write_basic_config("bf17", tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match="fp8"):

@@ -47,14 +47,14 @@ def build(machine: Machine, environ: dict[str, str] | None = None, **keys: Any) 
     ids=str,
 )
 def test_number_of_processes(machine: Machine, keys: dict[str, Any], processes: int) -> None:
-    """What was written, divided by the machines; else one per usable GPU; else one."""
+    """The typed number is divided by the machines. The default is one per usable GPU, or one."""
     spec = build(machine, **keys)
     assert spec.local_processes == processes
     assert bool(spec.local_processes_reason) == ("num_processes" not in keys or "num_machines" in keys)
 
 
 def test_the_workers_get_the_document() -> None:
-    """One variable holds all of it, and how many they are: where nobody wrote it, too."""
+    """One variable holds the document and the number of workers, even if the user wrote none."""
     spec = build(LAPTOP, mixed_precision="bf16", num_processes=2)
     assert from_environment({ENVIRONMENT_VARIABLE: spec.environment[ENVIRONMENT_VARIABLE].value}) == spec.document
     spec = build(LAPTOP, mixed_precision="bf16")
@@ -89,11 +89,11 @@ def test_the_workers_get_the_document() -> None:
     ids=str,
 )
 def test_environment(machine: Machine, environ: dict[str, str], keys: dict[str, Any], expected: dict[str, str]) -> None:
-    """Threads come from cores and processes, DeepSpeed is told of a CPU run, and what the user set is left alone.
+    """Threads come from cores and processes, DeepSpeed gets a CPU run's setting, and the user's variables stay.
 
-    On one machine gloo and, on GPUs, NCCL are told to use loopback.
+    On one machine gloo and, on GPUs, NCCL must use loopback.
 
-    `gpu_ids` choose among the GPUs that were lent to this process, and none that it does not see.
+    `gpu_ids` selects among the GPUs that this process can see.
     """
     added = build(machine, environ, **keys).environment
     ours = {name: setting.value for name, setting in added.items() if not name.startswith("ACCELERATE_")}
@@ -105,14 +105,14 @@ def test_environment(machine: Machine, environ: dict[str, str], keys: dict[str, 
 
 
 def test_one_machine_meets_on_a_free_port() -> None:
-    """Port 0, chosen by the store that listens on it, and a run id of its own: two launches never meet."""
+    """It uses port 0, so its store chooses the port, and its own run id. Two launches never meet."""
     one, other = build(LAPTOP).rendezvous, build(LAPTOP).rendezvous
     assert (one.backend, one.endpoint, one.local_address) == (LOOPBACK, "127.0.0.1:0", None)
     assert one.run_id != other.run_id
 
 
 def test_several_machines_meet_at_the_first() -> None:
-    """The static rendezvous at machine 0, 29500 unless written; an endpoint and options are passed on."""
+    """The static rendezvous is at machine 0, port 29500 by default. An endpoint and options are passed on."""
     meeting = build(SERVER, **TWO_MACHINES).rendezvous
     assert (meeting.backend, meeting.endpoint, meeting.options) == ("static", "10.0.0.1:29500", {"rank": 1})
     keys = {**TWO_MACHINES, "rdzv_backend": "c10d", "rdzv_conf": "timeout=5, read_timeout = 7,"}
@@ -122,7 +122,7 @@ def test_several_machines_meet_at_the_first() -> None:
 
 
 def test_the_network_that_leads_to_machine_0() -> None:
-    """gloo and, on GPUs, NCCL are named the interface by which this machine reaches it; the user's own names stay."""
+    """gloo and, on GPUs, NCCL get the interface by which this machine reaches machine 0. The user's own names stay."""
     keys = {**TWO_MACHINES, "main_process_ip": "127.0.0.1", "main_process_port": 29512}
     added = build(SERVER, **keys).environment
     assert (added["GLOO_SOCKET_IFNAME"].value, added["NCCL_SOCKET_IFNAME"].value) == ("lo", "=lo")
@@ -136,7 +136,7 @@ def test_the_network_that_leads_to_machine_0() -> None:
 
 
 def test_machine_0_must_have_its_port() -> None:
-    """Found before the start on machine 0; the others cannot know."""
+    """Machine 0 finds this before the start. The others cannot know."""
     with socket.socket() as server:
         server.bind(("", 0))
         server.listen()
@@ -147,7 +147,7 @@ def test_machine_0_must_have_its_port() -> None:
 
 
 def test_cores_are_told_and_handed_to_the_workers() -> None:
-    """`enable_cpu_affinity` says what it found; each rank's cores are in the workers' command."""
+    """`enable_cpu_affinity` logs its findings, and each rank's cores are in the workers' command."""
     spec = build(LAPTOP, enable_cpu_affinity=True, num_processes=2)
     assert spec.cores_reason
     assert build(LAPTOP).cores_reason == ""
@@ -176,7 +176,7 @@ def test_cores_are_told_and_handed_to_the_workers() -> None:
     ids=str,
 )
 def test_what_this_machine_cannot_launch(machine: Machine, keys: dict[str, Any], parts: list[str]) -> None:
-    """An error before any process starts, naming the key, where it is written, and what to write."""
+    """The error comes before any process starts and names the key, its place, and what to write."""
     with pytest.raises(ConfigError) as caught:
         build(machine, **keys)
     for part in parts:
@@ -184,7 +184,7 @@ def test_what_this_machine_cannot_launch(machine: Machine, keys: dict[str, Any],
 
 
 def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
-    """Without a `distributed_type` a ZeRO section runs on DeepSpeed, so what that cannot do is found here, too."""
+    """Without a `distributed_type` a ZeRO section runs on DeepSpeed, so DeepSpeed's limits are checked here too."""
     with_zero = document(mixed_precision="fp16").overlay(
         "file", {("deepspeed", "zero_optimization", "stage"): ("c.yaml:2:1", 2)}
     )
@@ -193,7 +193,7 @@ def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
 
 
 def test_groups_that_share_samples_divide_the_processes() -> None:
-    """Processes that cannot be divided are refused before they start, as `explain` and the run do."""
+    """Processes that cannot be divided are refused before the start, like in `explain` and the run."""
     shared = Document().overlay("file", {("deepspeed", "sequence_parallel_size"): ("ds.json:2:3", 4)})
     assert build_spec(shared, SCRIPT, SERVER, {}).local_processes == 4
     with pytest.raises(ConfigError, match=r"ds\.json:2:3: sequence_parallel_size: 4 does not divide the 1 processes"):
@@ -201,7 +201,7 @@ def test_groups_that_share_samples_divide_the_processes() -> None:
 
 
 def test_a_flag_for_gpus_without_a_gpu() -> None:
-    """`--multi_gpu` is refused where there is none; a file that says so may move there, and runs on the CPU."""
+    """`--multi_gpu` is refused without a GPU. A file with this value may move there and runs on the CPU."""
     typed = Document().overlay("flag", {("distributed_type",): ("--multi_gpu", "MULTI_GPU")})
     with pytest.raises(ConfigError, match=r"--multi_gpu: .*no GPU here.*\n.*--cpu"):
         build_spec(typed, SCRIPT, LAPTOP, {})
@@ -210,7 +210,7 @@ def test_a_flag_for_gpus_without_a_gpu() -> None:
 
 
 def test_an_nvme_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    """Found before any process starts; without ZeRO the path is not used, and may be anything."""
+    """The error comes before any process starts. Without ZeRO the path is unused and may be anything."""
     (tmp_path / "file").touch()
 
     def offloading(path: Path, **launch: Any) -> Document:
@@ -231,7 +231,7 @@ def test_an_nvme_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_rendezvous_for_one_machine_is_refused() -> None:
-    """An endpoint that nobody would meet at is not dropped without a word."""
+    """An endpoint at which no machine would meet is not dropped silently."""
     with pytest.raises(ConfigError, match="--rdzv_endpoint: has no effect"):
         build_spec(Document(), SCRIPT, LAPTOP, {}, rendezvous_endpoint="10.0.0.9:99")
 
@@ -249,14 +249,14 @@ def test_a_taken_port_is_found_before_the_start() -> None:
 
 @pytest.mark.parametrize("program", [Program("gone.py"), Program("."), Program("no-such-tool", kind="executable")])
 def test_a_program_that_is_not_there(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that is not a file, or an executable that is not found, is an error of the command line."""
+    """A missing script, or an executable that is not found, is a command line error."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{program.name} is not"):
         build_spec(Document(), program, LAPTOP, {})
 
 
 def test_a_script_of_nearly_that_name_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slip in the script's name is answered with the file that was meant."""
+    """The error for a mistyped script name suggests the right file."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     with pytest.raises(ConfigError, match=r"Did you mean train\.py"):

@@ -1,4 +1,4 @@
-"""Hostfile launches: the exact commands of DeepSpeed's launcher, what goes with them, and what is refused before."""
+"""Hostfile launches: the exact commands of DeepSpeed's launcher, the data sent with them, and early refusals."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build(environ: dict[str, str] | None = None, **keys: Any) -> LaunchSpec:
     ids=str,
 )
 def test_exact_commands(keys: dict[str, Any], options: list[str], hostfile: Path) -> None:
-    """DeepSpeed's launcher gets the hostfile by its full path, and after its options one file, a mark and one word."""
+    """DeepSpeed's launcher gets the hostfile's full path and, after its options, one file, a mark and one word."""
     hosts = build(**keys).hosts
     assert hosts is not None
     runner = [part.format(hostfile=hostfile) for part in RUNNER]
@@ -90,7 +90,7 @@ def test_exact_commands(keys: dict[str, Any], options: list[str], hostfile: Path
 
 
 def test_the_word_holds_folder_program_and_environment(hostfile: Path) -> None:
-    """Spaces, other alphabets and shell characters survive any number of shells; the document arrives whole."""
+    """Spaces, other alphabets and shell characters survive any number of shells. The document arrives complete."""
     spec = build({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_secret", "HOME": "/root"}, use_cpu=True)
     assert spec.hosts is not None
     word = spec.hosts.command[-1]
@@ -111,7 +111,7 @@ def test_the_word_holds_folder_program_and_environment(hostfile: Path) -> None:
 
 
 def test_what_is_sent_gives_way_to_the_configuration() -> None:
-    """As on one machine: a variable of Accelerate's that turns on what is not configured is sent turned off."""
+    """As on one machine, an Accelerate variable that enables an unconfigured feature is sent disabled."""
     spec = build({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DEBUG_MODE": "true"})
     assert spec.hosts is not None
     sent = decode_config(spec.hosts.command[-1]).environment
@@ -125,7 +125,7 @@ def test_bytes_that_are_no_text_survive() -> None:
 
 
 def test_only_an_allow_list_is_sent() -> None:
-    """What a run depends on, by prefix; nothing whose name says that it is a secret."""
+    """The list has prefixes of variables that a run depends on. No name that suggests a secret is sent."""
     environ = dict.fromkeys(
         ["NCCL_IB_HCA", "OMP_NUM_THREADS", "PYTHONPATH", "WANDB_MODE", "TOKENIZERS_PARALLELISM"], "x"
     )
@@ -187,7 +187,7 @@ def test_dry_run_tells_what_the_word_holds() -> None:
     ids=str,
 )
 def test_what_is_refused_before_anything_starts(keys: dict[str, Any], parts: list[str]) -> None:
-    """A mistake in the hostfile, its filters or the numbers beside it, and what DeepSpeed's launcher would drop."""
+    """Mistakes in the hostfile, its filters or numbers, and options that DeepSpeed's launcher would drop, are found."""
     with pytest.raises(ConfigError) as caught:
         build(**keys)
     for part in parts:
@@ -195,7 +195,10 @@ def test_what_is_refused_before_anything_starts(keys: dict[str, Any], parts: lis
 
 
 def test_launchers_that_are_not_tested_are_passed_on() -> None:
-    """Also one that only a later DeepSpeed knows; it is said. What is near to a known name is a slip."""
+    """They are passed on with a log line, even those of later DeepSpeed releases.
+
+    A near match of a known name is a typo.
+    """
     for name in ("impi", "hydra"):
         (note,) = check_document(document(deepspeed_hostfile="hosts", deepspeed_multinode_launcher=name))
         assert f"{name} is untested: it is passed on to DeepSpeed's launcher" in note.headline
@@ -207,14 +210,14 @@ def test_launchers_that_are_not_tested_are_passed_on() -> None:
 
 
 def test_the_hostfile_counts_the_machines() -> None:
-    """Where num_machines is not written, a rank is not measured by its default of one."""
+    """Without num_machines, a rank is not checked against its default of one."""
     check_document(document(deepspeed_hostfile="hosts", deepspeed_multinode_launcher="nossh", machine_rank=1))
     with pytest.raises(ConfigError, match="num_machines is 1"):
         check_document(document(machine_rank=1))
 
 
 def test_one_machine_needs_no_hostfile() -> None:
-    """Accelerate writes a launcher for one machine too; it has nothing to reach."""
+    """Accelerate writes a launcher for one machine too. That launcher has no other machine to reach."""
     spec = build(deepspeed_hostfile="none", deepspeed_multinode_launcher="pdsh")
     assert spec.hosts is None
     assert build(deepspeed_multinode_launcher="standard").hosts is None

@@ -1,4 +1,4 @@
-"""A launch on a TPU is decided as a whole before anything starts: one worker, in which torch_xla starts the rest."""
+"""A launch on a TPU is decided completely before the start: one worker, in which torch_xla starts the copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_ZERO = "ZeRO stage 2 dropped, as"
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the extra `tpu` is installed, which the tests in tests/xla have."""
+    """Pretend that the extra `tpu` is installed. The tests in tests/xla have it."""
     monkeypatch.setattr("zero_plugin.launch.tpu.find_version_problem", lambda: "")
 
 
@@ -46,7 +46,7 @@ def build(script: Path, machine: Machine = TPU_HOST, environ: dict[str, str] | N
 @pytest.mark.parametrize("kind", ["TPU", "XLA"])
 @pytest.mark.parametrize(("count", "shown"), [(None, "all"), (1, "1"), (32, "32")])
 def test_one_worker_for_all_devices(script: Path, kind: str, count: int | None, shown: str) -> None:
-    """torchrun never starts several, whatever number is asked for: that number goes to torch_xla."""
+    """torchrun never starts several, whatever the requested number. torch_xla gets that number."""
     spec = build(script, distributed_type=kind, num_processes=count, num_machines=1)
     assert (spec.local_processes, spec.machines) == (1, 1)
     assert worker_command(spec)[-6:] == ["--replicas", shown, "main", str(script), "--lr", "1"]
@@ -56,13 +56,16 @@ def test_one_worker_for_all_devices(script: Path, kind: str, count: int | None, 
 
 
 def test_an_empty_variable_is_an_open_one(script: Path) -> None:
-    """`PJRT_DEVICE=` chooses nothing: the worker is told of the TPU that was found."""
+    """`PJRT_DEVICE=` chooses no device, so the worker gets the detected TPU."""
     spec = build(script, environ={"PJRT_DEVICE": ""}, distributed_type="TPU")
     assert spec.environment["PJRT_DEVICE"].value == "TPU"
 
 
 def test_machines_are_connected_by_the_runtime(script: Path) -> None:
-    """Each machine starts its own worker without waiting for the others; all devices together are what is asked for."""
+    """Each machine starts its own worker without waiting for others.
+
+    The requested number counts all devices together.
+    """
     spec = build(script, distributed_type="TPU", num_processes=16, num_machines=4, machine_rank=0, same_network=True)
     assert (spec.local_processes, spec.machines) == (1, 1)
     assert spec.replicas is not None
@@ -70,7 +73,7 @@ def test_machines_are_connected_by_the_runtime(script: Path) -> None:
 
 
 def test_on_the_cpu_the_runtime_is_told_how_many(script: Path) -> None:
-    """`PJRT_DEVICE=CPU` tries the path: as many devices as asked for, what the environment has, or one."""
+    """`PJRT_DEVICE=CPU` tries the path: with the requested number of devices, the environment's, or one."""
     chosen = {"PJRT_DEVICE": "CPU"}
     asked = build(script, LAPTOP, chosen, distributed_type="TPU", num_processes=2)
     assert (asked.environment["CPU_NUM_DEVICES"].value, worker_command(asked)[-5]) == ("2", "2")
@@ -82,7 +85,7 @@ def test_on_the_cpu_the_runtime_is_told_how_many(script: Path) -> None:
 
 
 def test_dry_run_shows_what_runs(script: Path) -> None:
-    """The variables with their reasons, and a command that starts the same: no torchrun, which would start copies."""
+    """It shows the variables with reasons and an equivalent command, without torchrun, which would start copies."""
     lines = shell_script(build(script, distributed_type="TPU", num_processes=4)).splitlines()
     assert "export PJRT_DEVICE=TPU" in lines
     assert f"# {TPU_HOST.tpu}" in lines
@@ -91,7 +94,7 @@ def test_dry_run_shows_what_runs(script: Path) -> None:
 
 
 def test_a_tpu_is_taken_where_nothing_is_said(script: Path) -> None:
-    """As a GPU would be: the workers are told so; a GPU, `--cpu` or a kind that is written down come first."""
+    """A TPU is used like a GPU, and the workers get the choice. A GPU, `--cpu` or a written kind takes precedence."""
     spec = build(script)
     assert spec.replicas is not None
     kind = spec.document.launch.get("distributed_type")
@@ -104,7 +107,7 @@ def test_a_tpu_is_taken_where_nothing_is_said(script: Path) -> None:
 
 
 def test_zero_is_not_dropped_unasked(script: Path) -> None:
-    """ZeRO on a machine that has only a TPU is an error with both ways out; with --tpu it is dropped, aloud."""
+    """ZeRO on a TPU-only machine is an error with two fixes. With --tpu ZeRO is dropped, which is logged."""
     with pytest.raises(ConfigError, match=r"c\.yaml:1:1: distributed_type: ZeRO runs on GPUs.*\n.*--tpu.*use_cpu"):
         build(script, distributed_type="DEEPSPEED")
     assert build(script, distributed_type="DEEPSPEED", use_cpu=True).replicas is None
@@ -135,7 +138,7 @@ def test_zero_is_not_dropped_unasked(script: Path) -> None:
     ids=str,
 )
 def test_what_cannot_run(script: Path, keys: dict[str, Any], environ: dict[str, str], parts: list[str]) -> None:
-    """An error before any process starts, naming the key, where it is written, and what to write."""
+    """The error comes before any process starts and names the key, its place, and what to write."""
     with pytest.raises(ConfigError) as caught:
         build(script, environ=environ, **{"distributed_type": "TPU", **keys})
     assert len(caught.value.problems) == 1
@@ -144,7 +147,7 @@ def test_what_cannot_run(script: Path, keys: dict[str, Any], environ: dict[str, 
 
 
 def test_no_tpu_here(script: Path) -> None:
-    """Said before torch_xla would take the CPU without a word; the way to try without a TPU is named."""
+    """The error comes before torch_xla would silently use the CPU, and tells how to try without a TPU."""
     with pytest.raises(ConfigError, match=r"c\.yaml:1:1: .*there is no TPU here\n.*PJRT_DEVICE=CPU"):
         build(script, LAPTOP, distributed_type="TPU")
 
@@ -154,14 +157,14 @@ def test_no_tpu_here(script: Path) -> None:
     ["from elsewhere import main", "import elsewhere as main", "main = print", "from x import *", "if 1:\n " + MAIN],
 )
 def test_a_function_that_may_be_there_is_taken(script: Path, text: str) -> None:
-    """Only a name that no line of the script binds is an error; the worker sees what is left."""
+    """Only a name that no line of the script binds is an error. The worker checks the rest."""
     script.write_text(text.replace("\n    pass", " pass"))
     assert build(script, distributed_type="TPU").replicas is not None
 
 
 @pytest.mark.parametrize("content", [b"def main(:", b"\0"])
 def test_what_is_no_python_is_left_to_the_worker(script: Path, content: bytes) -> None:
-    """Which shows the line; older Pythons call a null byte a wrong value, not wrong syntax."""
+    """The worker shows the line. Older Pythons report a null byte as a wrong value, not as wrong syntax."""
     script.write_bytes(content)
     assert build(script, distributed_type="TPU").replicas is not None
 
@@ -173,7 +176,7 @@ def test_an_executable_has_no_function(script: Path) -> None:
 
 
 def test_the_flag_overrides_a_file_for_gpus(tmp_path: Path, script: Path) -> None:
-    """`--tpu` beside a ZeRO config, or a ZeRO flag, runs without ZeRO; --cpu beside it is a contradiction."""
+    """With `--tpu`, a ZeRO config or a ZeRO flag runs without ZeRO. `--cpu` with `--tpu` is a contradiction."""
     (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config: {zero_stage: 2}")
     for flags in ({"config_file": str(tmp_path / "zero.yaml")}, {"zero_stage": "3"}):
         spec = build_spec(document_from_flags({**flags, "tpu": True}), Program(str(script)), TPU_HOST, {})
@@ -192,7 +195,7 @@ def test_the_flag_overrides_a_file_for_gpus(tmp_path: Path, script: Path) -> Non
     ],
 )
 def test_versions_that_do_not_go_together(versions: dict[str, str], parts: list[str]) -> None:
-    """Found by the packages' metadata: importing the pair would end in an undefined symbol."""
+    """The packages' metadata shows it. Importing the pair would fail with an undefined symbol."""
     problem = find_version_problem(versions.get)
     for part in parts:
         assert part in problem
@@ -200,5 +203,5 @@ def test_versions_that_do_not_go_together(versions: dict[str, str], parts: list[
 
 @pytest.mark.parametrize(("torch", "xla"), [("2.9.0", "2.9.0"), ("2.9.1+cpu", "2.9.0"), ("2.9.0", "2.9.0.post1")])
 def test_versions_that_do(torch: str, xla: str) -> None:
-    """The third number and a build's name change no interface."""
+    """The third version number and a build's name change no interface."""
     assert find_version_problem({"torch": torch, "torch_xla": xla}.get) == ""

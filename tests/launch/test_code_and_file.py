@@ -1,4 +1,4 @@
-"""A value in code against another one in the file: one message for all ranks, and the word that settles it."""
+"""A value in code that contradicts the file: one message for all ranks, and the flag that settles it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_is_told_once_and_settled_by_a_word(
     lines_of: Callable[..., Iterator[str]],
     tmp_path: Path,
 ) -> None:
-    """Both pairs in the one message that is printed, by one rank, with the flag; with it, the preferred values run."""
+    """One rank prints one message with both pairs and the flag. With the flag, the preferred values run."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "c.yaml").write_text(CONFIG)
     refused = launch("--config", "c.yaml", "train.py")

@@ -1,4 +1,4 @@
-"""A notebook's launch on a TPU, up to where torch_xla, which these tests stand in for, starts the copies."""
+"""A notebook's launch on a TPU, up to the start of the copies. These tests replace torch_xla."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin.launch import notebook
 
 
 def test_a_runtime_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same sentence as where the launcher starts it, with what to look at, in place of torch_xla's traceback."""
+    """The launcher's own sentence with things to check appears instead of torch_xla's traceback."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("TPU initialization failed: open(/dev/accel0): Device or resource busy")

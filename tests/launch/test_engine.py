@@ -1,4 +1,4 @@
-"""Launches of real processes: what reaches the script, how runs end, and that nothing is left."""
+"""Launches of real processes: the script's inputs, the ends of runs, and the cleanup."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ dist.destroy_process_group()
 
 
 def shown(output: str) -> list[dict[str, object]]:
-    """What `SHOW` printed, by rank."""
+    """Return the output of `SHOW`, by rank."""
     return sorted((json.loads(line) for line in output.splitlines()), key=lambda row: str(row["RANK"]))
 
 
 def test_what_reaches_the_script(launch: Launch, tmp_path: Path) -> None:
-    """All that follows the script is the script's: spaces, other alphabets, `--help`, launch flags, `--`, empty text;
-    it is told that a launch flag is. Threads are from the cores, and DeepSpeed computes on the CPU."""
+    """All arguments after the script are the script's: other alphabets, `--help`, launch flags, `--`, empty text.
+
+    A log line notes a launch flag there. Threads come from the cores, and DeepSpeed computes on the CPU.
+    """
     (tmp_path / "show.py").write_text(SHOW)
     arguments = ["--help", "two words", "ü→", "--num_processes", "9", "--", "", "$HOME"]
     done = launch("--cpu", "--num-processes", "2", "show.py", *arguments)
@@ -65,26 +67,28 @@ def test_what_reaches_the_script(launch: Launch, tmp_path: Path) -> None:
     assert [row["RANK"] for row in rows] == ["0", "1"]
     assert all(row["argv"] == ["show.py", *arguments] for row in rows)
     (told,) = done.stderr.splitlines()
-    assert told.startswith("warning: --num_processes is after show.py, so it is passed to the script")
+    assert told.startswith("warning: --num_processes is after show.py, so the flag is passed to the script")
     cores = len(os.sched_getaffinity(0))
     assert {row["OMP_NUM_THREADS"] for row in rows} <= {str(n) for n in range(1, max(1, cores // 2) + 1)}
     assert {row["DS_ACCELERATOR"] for row in rows} == {"cpu"}
 
 
 def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) -> None:
-    """Without a count on a CPU: one process, with a rank, a world and an address as several have. The user's variables
-    stay; of this package's, one has the configuration, and one says of which attempt."""
+    """Without a count, a CPU gets one process, with rank, world and address as several have.
+
+    The user's variables stay. This package adds two: the configuration, and the number of the attempt.
+    """
     (tmp_path / "show.py").write_text(SHOW)
     (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7", afresh=True).stdout)
     assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
-    assert row["torch"] is False  # nothing was imported on the script's behalf
+    assert row["torch"] is False  # nothing was imported for the script
     assert row["OMP_NUM_THREADS"] == "7"
     assert isinstance(row["ours"], list)
     assert set(row["ours"]) - set(os.environ) == {ENVIRONMENT_VARIABLE, CUT_VARIABLE}
 
 
 def test_streams_role_and_the_working_folder(launch: Launch, tmp_path: Path) -> None:
-    """`--tee` and `--role` are torchrun's; a script in another folder can import from the working one."""
+    """`--tee` and `--role` are torchrun's. A script in another folder can import from the working one."""
     (tmp_path / "beside.py").write_text("import os; name = os.environ['ROLE_NAME']")
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "say.py").write_text("import sys, beside; print(beside.name); print('no', file=sys.stderr)")
@@ -94,7 +98,7 @@ def test_streams_role_and_the_working_folder(launch: Launch, tmp_path: Path) -> 
 
 
 def test_other_starters_hand_nothing_over(tmp_path: Path, environment: dict[str, str]) -> None:
-    """The same script started by torchrun or by python sees no document."""
+    """The same script started by torchrun or by python gets no document."""
     (tmp_path / "show.py").write_text(SHOW)
     for starter in (["-m", "torch.distributed.run", "--standalone"], []):
         done = subprocess.run(
@@ -118,7 +122,7 @@ def test_modules_and_executables(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_any_folder_name_and_environment(launch: Launch, tmp_path: Path) -> None:
-    """A script in `my träin; →` is found by every rank, and sees the caller's environment."""
+    """Every rank finds a script in `my träin; →`, and sees the caller's environment."""
     folder = tmp_path / "my träin; →"
     folder.mkdir()
     (folder / "scrïpt a.py").write_text(
@@ -138,7 +142,7 @@ def test_any_folder_name_and_environment(launch: Launch, tmp_path: Path) -> None
 
 
 def test_how_much_the_launcher_says(launch: Launch, tmp_path: Path) -> None:
-    """What gives way to the configuration is said, under `--quiet` not even that; `--debug` shows torchrun's log."""
+    """Overridden variables are logged, except under `--quiet`. `--debug` shows torchrun's log."""
     (tmp_path / "a.py").write_text("print('ok')")
     noted = {"ACCELERATE_USE_FSDP": "true"}
     told = [launch(*flags, "--cpu", "a.py", **noted).stderr for flags in ([], ["--quiet"], ["--debug"])]
@@ -159,23 +163,26 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 
 
 def test_quiet_and_times_are_the_workers_too(launch: Launch, tmp_path: Path) -> None:
-    """`-q` leaves a worker's warnings; `--log_timestamps` puts one time before each message, and each line of `--tee`.
+    """`-q` keeps a worker's warnings. `--log_timestamps` puts one time before each message and each line of `--tee`.
 
-    Either may be in the file."""
+    The file can set either.
+    """
     (tmp_path / "say.py").write_text(SAY)
     (tmp_path / "c.yaml").write_text("log_timestamps: true\n")
     quiet = launch("-q", "--cpu", "say.py")
     assert (quiet.stdout, quiet.stderr) == ("of the script\n", "zero_plugin: warning: of the package\n")
     timed = launch("--config_file", "c.yaml", "--cpu", "say.py", ACCELERATE_USE_FSDP="true")
     assert timed.stdout == "of the script\n"
-    assert re.fullmatch(f"{TIME}ACCELERATE_USE_FSDP.*\n({TIME}zero_plugin: .*of the package\n){{2}}", timed.stderr)
+    assert re.fullmatch(
+        f"{TIME}Overriding ACCELERATE_USE_FSDP.*\n({TIME}zero_plugin: .*of the package\n){{2}}", timed.stderr
+    )
     teed = launch("--log_timestamps", "--tee", "3", "--cpu", "say.py")
     assert re.fullmatch(rf"{TIME}\[default0\]:of the script\n", teed.stdout)
     assert re.fullmatch(rf"(\[default0\]:{TIME}zero_plugin: .*of the package\n){{2}}", teed.stderr)
 
 
 def test_the_first_failing_rank_is_shown_once(launch: Launch, tmp_path: Path) -> None:
-    """One traceback, of the rank that failed first and without our frames, and no log of torchrun's."""
+    """The output has one traceback, of the first failing rank, without our frames, and no log of torchrun's."""
     (tmp_path / "fail.py").write_text(GLOO + "if rank == 1:\n    raise ValueError('boom')\ndist.barrier()\n")
     done = launch("--cpu", "--num_processes", "2", "fail.py")
     assert done.returncode == 1
@@ -196,7 +203,10 @@ def test_exit_code_of_the_first_failing_rank(launch: Launch, tmp_path: Path) -> 
 
 
 def test_a_killed_rank_is_explained(launch: Launch, tmp_path: Path) -> None:
-    """SIGKILL of one rank: 137, the rank named although its peer's traceback came first, CPU memory explained."""
+    """SIGKILL of one rank gives 137 and an explanation of CPU memory.
+
+    It names the rank, though the peer failed first.
+    """
     (tmp_path / "kill.py").write_text(GLOO + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n")
     done = launch("--cpu", "--num_processes", "2", "kill.py")
     assert done.returncode == 137
@@ -205,17 +215,17 @@ def test_a_killed_rank_is_explained(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_aborts_is_explained(launch: Launch, tmp_path: Path) -> None:
-    """gloo ends a process whose collective has another size: that rank is named, not its peer, and what to do."""
+    """gloo ends a process whose collective has another size. The report names that rank, not its peer, and the fix."""
     (tmp_path / "sizes.py").write_text(f"{GLOO}dist.all_reduce(torch.ones(64 if rank else 1000))\n")
     done = launch("--cpu", "--num_processes", "2", "sizes.py")
     assert done.returncode == 134
     assert "was ended by signal 6 (SIGABRT)" in done.stderr
     assert "op.preamble.length <= op.nbytes" in done.stderr.split("Traceback")[0]
-    assert "the same branch on every rank" in done.stderr
+    assert "the same branch on every rank" in " ".join(done.stderr.split())
 
 
 def test_an_error_of_ours_in_a_worker_keeps_its_exit_code(launch: Launch, tmp_path: Path) -> None:
-    """A ConfigError raised inside the script ends the launch with 2 and shows the script's line, not our insides."""
+    """A ConfigError raised inside the script ends the launch with 2 and shows the script's line, not our frames."""
     (tmp_path / "wrong.py").write_text(
         "from zero_plugin.config.read import read_document\nread_document('absent.yaml')\n"
     )
@@ -226,7 +236,7 @@ def test_an_error_of_ours_in_a_worker_keeps_its_exit_code(launch: Launch, tmp_pa
 
 
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
-    """`--max_restarts 1` starts the group once more; a second failure ends it."""
+    """`--max_restarts 1` starts the group once more. A second failure ends the run."""
     script = "import os, sys; sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < int(sys.argv[1]))"
     (tmp_path / "fails.py").write_text(script)
     assert launch("--cpu", "--max_restarts", "1", "fails.py", "1").returncode == 0
@@ -242,7 +252,7 @@ def test_logs_are_kept_where_asked(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_folders_that_are_not_there(launch: Launch, tmp_path: Path) -> None:
-    """One for logs that a file system does not take, and a working folder that was removed, are errors."""
+    """A log folder that the file system refuses, and a working folder that was removed, are errors."""
     (tmp_path / "hello.py").write_text("print('hello')")
     done = launch("--cpu", "--log_dir", "/proc/logs", "hello.py")
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
@@ -254,7 +264,7 @@ def test_folders_that_are_not_there(launch: Launch, tmp_path: Path) -> None:
 
 
 def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], str]:
-    """Start two workers that each report and run `body`; the launcher and the mark on all their command lines."""
+    """Start two workers that report and run `body`. Return the launcher and the mark on all their command lines."""
     (tmp_path / "wait.py").write_text(f"import os, signal, time\n{body}\nos.write(1, b'up\\n')\ntime.sleep(100)\n")
     mark = uuid.uuid4().hex
     launcher = start("--cpu", "--num_processes", "2", "wait.py", mark)
@@ -270,7 +280,7 @@ def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.campaign)],
 )
 def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """Ctrl-C, SIGTERM and a closed terminal reach the workers; none is left, and the code is 128 + n."""
+    """Ctrl-C, SIGTERM and a closed terminal reach the workers. No worker is left, and the code is 128 + n."""
     launcher, mark = start_and_wait(start, tmp_path, "")
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
@@ -294,13 +304,13 @@ accelerator.gather(torch.ones(1))
 
 
 def test_an_interrupt_of_one_process(start: Start, tmp_path: Path) -> None:
-    """SIGINT to one rank ends the others within seconds, as an error in it does, and the launcher names it."""
+    """SIGINT to one rank ends the others within seconds, like an error there, and the launcher names the rank."""
     (tmp_path / "a.py").write_text(INTERRUPTED_ALONE)
     launcher = start("--cpu", "--num_processes", "2", "a.py")
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 130
     assert "error: rank 1 was interrupted (SIGINT), on " in errors
-    assert "end_training()" not in errors  # where it never was
+    assert "end_training()" not in errors  # the script never got that far
 
 
 COPIES = """
@@ -323,7 +333,7 @@ accelerator.wait_for_everyone()
 
 @pytest.mark.parametrize("strategy", [["--cpu"], ["--zero_stage", "2"]], ids=["ddp", "zero2"])
 def test_copies_of_a_process_end_alone(start: Start, tmp_path: Path, strategy: list[str]) -> None:
-    """What a script forks ends with its own code, at once: it waits for no process of the run, and fails none."""
+    """A fork of the script ends immediately with its own code. It waits for no process of the run, and fails none."""
     (tmp_path / "a.py").write_text(COPIES)
     launcher = start(*strategy, "--num_processes", "2", "a.py")
     output, errors = launcher.communicate(timeout=60)
@@ -337,8 +347,8 @@ def test_copies_of_a_process_end_alone(start: Start, tmp_path: Path, strategy: l
     "signals_to_handle" not in LaunchConfig.__dataclass_fields__, reason="torch before 2.10 ends a run at every SIGHUP"
 )
 def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path: Path) -> None:
-    """Where SIGHUP is ignored, as nohup does it, the run goes on."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher
+    """If SIGHUP is ignored, as nohup does it, the run continues."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher inherits this
     try:
         launcher, mark = start_and_wait(start, tmp_path, "")
     finally:
@@ -355,9 +365,9 @@ def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path
 def test_a_signal_while_machines_are_awaited(
     start: Start, tmp_path: Path, number: signal.Signals, free_port: Callable[[], int]
 ) -> None:
-    """Ctrl-C and SIGTERM end a launcher at once that waits for another machine, without a traceback.
+    """Ctrl-C and SIGTERM immediately end a launcher that waits for another machine, without a traceback.
 
-    It listens at the address that all machines know it by, and at no other.
+    The launcher listens only at the address that all machines know.
     """
     port = free_port()
     several = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
@@ -373,7 +383,7 @@ def test_a_signal_while_machines_are_awaited(
 
 @needs_proc
 def test_workers_can_clean_up_after_a_signal(start: Start, tmp_path: Path) -> None:
-    """SIGTERM is the workers' own to handle: they finish what they do then."""
+    """The workers handle SIGTERM themselves and finish their work."""
     body = "def end(*_):\n    open('ended' + os.environ['RANK'], 'w').close()\n    exit()\nsignal.signal(15, end)"
     launcher, _ = start_and_wait(start, tmp_path, body)
     launcher.terminate()
@@ -384,7 +394,7 @@ def test_workers_can_clean_up_after_a_signal(start: Start, tmp_path: Path) -> No
 @needs_proc
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 def test_no_worker_outlives_a_killed_launcher(start: Start, tmp_path: Path) -> None:
-    """Even SIGKILL of the launcher, and workers that ignore every signal, leave none behind."""
+    """SIGKILL of the launcher leaves no workers behind, even if they ignore every signal."""
     launcher, mark = start_and_wait(start, tmp_path, "signal.signal(15, signal.SIG_IGN)")
     launcher.kill()
     launcher.communicate(timeout=60)
@@ -393,7 +403,7 @@ def test_no_worker_outlives_a_killed_launcher(start: Start, tmp_path: Path) -> N
 
 @needs_proc
 def test_what_a_dead_worker_had_started_ends_too(launch: Launch, tmp_path: Path) -> None:
-    """A failing rank's own children (data loader workers) are ended with it."""
+    """A failing rank's own children (data loader workers) end with it."""
     mark = uuid.uuid4().hex
     (tmp_path / "parent.py").write_text(
         f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)', '{mark}'])\n"
@@ -406,7 +416,7 @@ def test_what_a_dead_worker_had_started_ends_too(launch: Launch, tmp_path: Path)
 def test_two_launches_at_once_never_clash(
     start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]], forked_workers: dict[str, str]
 ) -> None:
-    """Two launches of two processes each form their own groups at the same time, without a port being named."""
+    """Two simultaneous launches of two processes form their own groups, without a port being named."""
     (tmp_path / "meet.py").write_text(GLOO + MEET)
     launchers = [start("--cpu", "--num_processes", "2", "meet.py", **forked_workers) for _ in range(2)]
     for code, output, errors in ends_of(*launchers):
@@ -416,7 +426,7 @@ def test_two_launches_at_once_never_clash(
 def test_a_port_can_be_chosen_and_is_free_afterwards(
     launch: Launch, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    """The workers meet at the port that was named; the launcher leaves it free."""
+    """The workers meet at the named port. The launcher frees it afterwards."""
     (tmp_path / "port.py").write_text("import os; print(os.environ['MASTER_PORT'])")
     port = free_port()
     for _ in range(2):
@@ -465,7 +475,7 @@ def test_a_failure_on_one_machine_ends_the_workers_of_all(
     forked_workers: dict[str, str],
     restarts: int,
 ) -> None:
-    """Without `--max_restarts` the run ends on both machines; with it both start again, without c10d's open store."""
+    """Without `--max_restarts` the run ends on both machines. With it both start again, without c10d's open store."""
     (tmp_path / "fails.py").write_text(FAILS_ONCE)
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
     common += ["--main_process_port", str(free_port()), "--max_restarts", str(restarts)]
@@ -482,7 +492,7 @@ def test_a_failure_on_one_machine_ends_the_workers_of_all(
 def test_c10d_says_what_it_opens(
     start: Start, tmp_path: Path, free_port: Callable[[], int], forked_workers: dict[str, str]
 ) -> None:
-    """It runs on request alone, and names the place that is open to all who reach it."""
+    """c10d runs only on request and names the port that is open to everyone."""
     (tmp_path / "a.py").write_text("")
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
     counts = ["--num_processes", "2", "--num_machines", "2"]

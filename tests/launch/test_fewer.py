@@ -1,4 +1,7 @@
-"""A run goes on with fewer processes when a machine is lost, and with more when one comes; its end is the same."""
+"""A run continues with fewer processes after losing a machine, and with more after gaining one.
+
+Its result is the same.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def expected() -> Any:
-    """Steps, learning rate and weights at the end of the same training by torch alone, on 8 samples in each step."""
+    """Return steps, learning rate and weights of the same training by torch alone, on 8 samples in each step."""
     import torch
 
     spec = importlib.util.spec_from_file_location("train_fewer", SCRIPT)
@@ -40,7 +43,7 @@ def expected() -> Any:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            schedule.step()  # Accelerate's way: once for each of the two processes
+            schedule.step()  # Accelerate's counting: once for each of the two processes
             steps += 1
     return steps, schedule.get_last_lr()[0], {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
@@ -49,7 +52,7 @@ def expected() -> Any:
 def test_machines_come_and_go(
     joins: bool, start: Start, tmp_path: Path, free_port: Callable[[], int], forked_workers: dict[str, str]
 ) -> None:
-    """Of two launchers one is killed, and may have begun later: weights and learning rate end as in one run."""
+    """One of two launchers is killed, and may have begun later. Weights and learning rate end as in one run."""
     out = uuid.uuid4().hex
     port = free_port()
     flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
@@ -69,7 +72,7 @@ def test_machines_come_and_go(
         wait_until(lambda: not port_is_free(port))
         assert read_until(stays, "step 3")[0] == "1 at 0\n"
         lost = join()
-    else:  # they meet in this process, so that the first of the two can be lost as well
+    else:  # they meet in this process, so either one can be killed
         store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
         before = store.num_keys()
         lost = join(waits_for_more=600)

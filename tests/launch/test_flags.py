@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def values(document: Document) -> dict[str, Any]:
-    """Every value by its dotted path; training keys start with `deepspeed`."""
+    """Return every value by its dotted path. Training keys start with `deepspeed`."""
     trees = (document.launch, document.deepspeed.under("deepspeed"))
     return {".".join(path): entry.value for tree in trees for path, entry in tree.entries.items()}
 
@@ -92,7 +92,7 @@ STAGE = "deepspeed.zero_optimization.stage"
     ids=str,
 )
 def test_flags_override_the_file(flags: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Each flag lands on its key, over what the file says; ZeRO's flags and a DeepSpeed JSON imply DEEPSPEED.
+    """Each flag overrides the file at its key. ZeRO's flags and a DeepSpeed JSON imply DEEPSPEED.
 
     `--cpu` chooses the device only: ZeRO stays ZeRO, and any other run is data parallelism on the CPU.
     """
@@ -113,7 +113,7 @@ def test_flags_override_the_file(flags: dict[str, Any], expected: dict[str, Any]
     ids=str,
 )
 def test_zero_on_the_cpu_is_noted_once(flags: dict[str, Any]) -> None:
-    """The flag chooses the device, as `use_cpu: true` does, which says so by itself."""
+    """The flag chooses the device like `use_cpu: true`, which already logs the note."""
     (note,) = document_from_flags({**flags, "cpu": True}).notes
     assert note.headline == "--cpu: chooses the device only: ZeRO is requested, and runs on the CPU"
     assert note.severity == "note"
@@ -121,7 +121,7 @@ def test_zero_on_the_cpu_is_noted_once(flags: dict[str, Any]) -> None:
 
 
 def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None:
-    """No key of the YAML's `deepspeed_config` survives beside the JSON that the flag names; its launch keys do."""
+    """No key of the YAML's `deepspeed_config` remains with the flag's JSON. The YAML's launch keys do."""
     found = values(document_from_flags({"config_file": "zero.yaml", "deepspeed_config_file": "zero.json"}))
     assert "deepspeed.gradient_clipping" not in found
     assert found[STAGE] == 3
@@ -129,7 +129,7 @@ def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None
 
 
 def test_what_a_json_replaces_is_said() -> None:
-    """A file's training part that gives way to the flag's JSON is not dropped without a word."""
+    """A file's training part that the flag's JSON replaces is not dropped silently."""
     document = document_from_flags({"config_file": "zero.yaml", "deepspeed_config_file": "zero.json"})
     (note,) = document.notes
     assert note.headline == "--deepspeed_config_file: zero.json replaces the complete training part of zero.yaml"
@@ -178,7 +178,7 @@ def test_what_a_json_replaces_is_said() -> None:
     ids=str,
 )
 def test_what_cannot_be_is_an_error_that_names_the_flag(flags: dict[str, Any], parts: list[str]) -> None:
-    """A contradiction or an illegal value names the flag, what it contradicts and what to write."""
+    """A contradiction or an illegal value names the flag, the contradicted value and what to write."""
     with pytest.raises(ConfigError) as caught:
         document_from_flags(flags)
     for part in parts:
@@ -186,14 +186,14 @@ def test_what_cannot_be_is_an_error_that_names_the_flag(flags: dict[str, Any], p
 
 
 def test_all_problems_come_at_once() -> None:
-    """A bad flag beside a contradiction: one error with both."""
+    """A bad flag together with a contradiction gives one error with both."""
     with pytest.raises(ConfigError) as caught:
         document_from_flags({"cpu": True, "multi_gpu": True, "mixed_precision": "bf17"})
     assert len(caught.value.problems) == 2
 
 
 def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --config_file: `$ZERO_PLUGIN_CONFIG_FILE`, else the user's default file, else nothing."""
+    """Without --config_file: `$ZERO_PLUGIN_CONFIG_FILE`, then the user's default file, then none."""
     default = folder / "home" / "zero_plugin" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("num_processes: 7\n")
@@ -207,7 +207,7 @@ def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_default_file_with_problems_says_why_it_was_read(folder: Path) -> None:
-    """Accelerate's default may ask for what is refused here; the user, who named no file, learns the way out, once."""
+    """Accelerate's default may request unsupported features. The user named no file, so the error explains it, once."""
     default = folder / "home" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("distributed_type: FSDP\nnum_proceses: 2\n")
@@ -233,7 +233,7 @@ def test_an_empty_name_is_not_the_default_file() -> None:
     ids=str,
 )
 def test_zero_asked_for_without_a_stage_is_stage_2(flags: dict[str, str | bool]) -> None:
-    """As in a file that asks for DeepSpeed; a JSON, which says nothing where it means stage 0, keeps that."""
+    """A file that requests DeepSpeed gets stage 2. A JSON without a stage keeps its stage 0."""
     assert document_from_flags(flags).deepspeed.value("zero_optimization", "stage") == 2
     Path("plain.json").write_text('{"steps_per_print": 5}')
     named = document_from_flags({"deepspeed_config_file": "plain.json"})
@@ -270,7 +270,7 @@ ACCELERATES = {
 
 
 def test_accelerates_config_means_the_same_as_json() -> None:
-    """What `accelerate config` writes, in either language; a schedule counts processes, as with Accelerate."""
+    """`accelerate config` output means the same in both formats. A schedule counts processes, as with Accelerate."""
     Path("default.yaml").write_text(yaml.safe_dump(ACCELERATES))
     Path("default.json").write_text(json.dumps(ACCELERATES, indent=2, sort_keys=True))
     in_yaml, in_json = (document_from_flags({"config_file": f"default.{end}"}) for end in ("yaml", "json"))

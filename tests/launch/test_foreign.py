@@ -1,4 +1,4 @@
-"""What scripts built on Accelerate or transformers' Trainer are told, and that they run unchanged."""
+"""Settings for scripts built on Accelerate or transformers' Trainer, which run unchanged."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def told(spec: LaunchSpec) -> dict[str, str]:
 def test_variables_say_what_the_configuration_says(
     keys: dict[str, Any], machine: Machine, expected: dict[str, str]
 ) -> None:
-    """Each of Accelerate's variables with its reason, and none of what the configuration leaves to the script."""
+    """Each of Accelerate's variables has a reason. Settings that the configuration leaves to the script have none."""
     spec = build(keys, machine)
     assert told(spec) == {f"ACCELERATE_{name}": value for name, value in expected.items()}
     assert all(setting.reason for setting in spec.environment.values())
@@ -107,7 +107,7 @@ def test_variables_say_what_the_configuration_says(
 
 
 def test_shared_samples_are_accelerates_own() -> None:
-    """Its variables say so, and the file for its engine does not: DeepSpeed would make groups of its own of that."""
+    """Its variables have them, but the engine's file does not: DeepSpeed would make its own groups of that."""
     keys = {"zero_stage": 2, "sequence_parallel_size": 2}
     spec = build({"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": keys})
     assert told(spec)["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
@@ -118,14 +118,14 @@ def test_shared_samples_are_accelerates_own() -> None:
 
 
 def test_zero_on_the_cpu_of_a_machine_with_gpus_hides_them() -> None:
-    """`ACCELERATE_USE_CPU` would make Accelerate drop ZeRO, and without it Accelerate takes a GPU that it sees."""
+    """`ACCELERATE_USE_CPU` would make Accelerate drop ZeRO. Without it Accelerate uses a GPU that it sees."""
     spec = build({"distributed_type": "DEEPSPEED", "use_cpu": True}, SERVER)
     assert spec.environment["CUDA_VISIBLE_DEVICES"].value == ""
     assert "ACCELERATE_USE_CPU" not in spec.environment
 
 
 def test_the_configuration_wins_over_the_environment_and_says_so() -> None:
-    """What an earlier launch or a shell left behind gives way where it says otherwise, and only there."""
+    """Variables of an earlier launch or a shell are overridden only where they differ."""
     environ = {
         "ACCELERATE_MIXED_PRECISION": "fp16",
         "ACCELERATE_USE_FSDP": "true",
@@ -149,7 +149,7 @@ def test_the_configuration_wins_over_the_environment_and_says_so() -> None:
 def test_what_has_no_effect_is_logged_by_the_launcher(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """A script of another layer does not say it, and one of this package does not say it again."""
+    """A script of another layer does not log it, and one of this package does not log it again."""
     (tmp_path / "c.yaml").write_text("distributed_type: 'NO'\nnum_machines: 1\nrdzv_conf: timeout=60\n")
     (tmp_path / "show.py").write_text(
         "import os\n"
@@ -167,7 +167,7 @@ def test_what_has_no_effect_is_logged_by_the_launcher(
 def test_dry_run_shows_variables_and_configuration(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """What it prints sets the variables, and writes the JSON that one of them names, when a shell runs it."""
+    """A shell that runs the output sets the variables and writes the JSON that one of them names."""
     (tmp_path / "show.py").write_text(
         "import json, os\n"
         "config = json.load(open(os.environ['ACCELERATE_DEEPSPEED_CONFIG_FILE']))\n"
@@ -194,7 +194,7 @@ def train(
     run_launcher: Callable[..., Any],
     built_ops: None,
 ) -> Callable[..., dict[str, Any]]:
-    """Launch a script of this folder to its end and return what it printed; nothing is left behind."""
+    """Launch a script of this folder to its end and return its output. Check that no process is left."""
 
     def train(script: str, *flags: str, forks: dict[str, str], arguments: tuple[str, ...] = ()) -> dict[str, Any]:
         command = (*LAUNCH, *flags, str(FOLDER / script), *arguments)
@@ -217,7 +217,7 @@ def test_a_trainer_script_runs_unchanged(
 ) -> None:
     """transformers' Trainer at ZeRO-2 and on DDP: two processes each, the same losses, its arguments filled in.
 
-    They are no forks: the script leaves the process group to the interpreter's end, at which a fork may hang.
+    The processes are not forks. The script leaves the process group to the interpreter's end, where a fork may hang.
     """
     config = tmp_path / "zero2.json"
     config.write_text(
@@ -242,7 +242,7 @@ def test_a_trainer_script_runs_unchanged(
 def test_an_accelerate_script_runs_unchanged(
     train: Callable[..., dict[str, Any]], forked_workers: dict[str, str]
 ) -> None:
-    """Accelerate itself: ZeRO on one process, ZeRO on two that name gloo, and DDP, train alike."""
+    """Accelerate itself trains alike with ZeRO on one process, ZeRO on two that name gloo, and DDP."""
     script, flags = "train_accelerate.py", ("--gradient_accumulation_steps", "1", "--gradient_clipping", "0")
     forks = forked_workers
     one = train(script, "--zero_stage", "2", *flags, "--num_processes", "1", forks=forks)
@@ -259,7 +259,7 @@ def test_an_accelerate_script_runs_unchanged(
 def test_accelerate_is_given_the_nvme_paths(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Accelerate's own launcher loses them; here its plugin holds them, by file and by variable."""
+    """Accelerate's own launcher loses them. Here its plugin has them, by file and by variable."""
     (tmp_path / "a.yaml").write_text(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 1\n"
         "deepspeed_config: {zero_stage: 3, offload_optimizer_device: nvme, offload_optimizer_nvme_path: swap}\n"

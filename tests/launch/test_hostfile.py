@@ -1,4 +1,4 @@
-"""Hostfiles and filters: what is read, and that every mistake is found with its line."""
+"""Hostfiles and filters: the parsed result, and every mistake with its line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_hosts_in_their_order(tmp_path: Path) -> None:
-    """Comments and empty lines are passed over; each host remembers its line."""
+    """Comments and empty lines are skipped. Each host keeps its line."""
     file = write(tmp_path, "# two\nnode-2 slots=2\n\nuser@node-1   slots=10  # big\nnode-3 slots=1 max_slots=4\n")
     hosts, problems = read_hostfile(file)
     assert problems == []
@@ -40,7 +40,7 @@ def test_hosts_in_their_order(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_in_a_hostfile(text: str, found: list[str], tmp_path: Path) -> None:
-    """All of them, by line, with what is legal."""
+    """All mistakes are found by line, with the legal values."""
     _, problems = read_hostfile(write(tmp_path, text))
     told = "\n".join(map(str, problems))
     for part in found:
@@ -49,7 +49,7 @@ def test_mistakes_in_a_hostfile(text: str, found: list[str], tmp_path: Path) -> 
 
 
 def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
-    """DeepSpeed would go on with this machine alone; here it is an error, and a near name is offered."""
+    """DeepSpeed would continue with this machine alone. Here it is an error that offers a near name."""
     write(tmp_path, "a slots=1\n")
     _, (problem,) = read_hostfile(str(tmp_path / "host"))
     assert "cannot be read: No such file" in problem.message
@@ -73,7 +73,7 @@ HOSTS = [Host("a", (0, 1), "h:1:1"), Host("b", (0, 1, 2), "h:2:1"), Host("c", (0
     ],
 )
 def test_filters(text: str, exclude: bool, left: dict[str, tuple[int, ...]]) -> None:
-    """DeepSpeed's notation, in the order of the hostfile."""
+    """DeepSpeed's notation works, in the order of the hostfile."""
     hosts, problems = filter_hosts(HOSTS, text, exclude=exclude, where="--f", key="f")
     assert problems == []
     assert {host.name: host.slots for host in hosts} == left
@@ -92,7 +92,7 @@ def test_filters(text: str, exclude: bool, left: dict[str, tuple[int, ...]]) -> 
     ],
 )
 def test_mistakes_in_a_filter(text: str, exclude: bool, part: str) -> None:
-    """A host or slot that the file does not have, and a filter that leaves nothing."""
+    """Errors name a host or slot that the file lacks, and a filter that leaves nothing."""
     _, problems = filter_hosts(HOSTS, text, exclude=exclude, where="--f", key="f")
     assert part in "\n".join(map(str, problems))
 
@@ -108,7 +108,7 @@ def test_mistakes_in_a_filter(text: str, exclude: bool, part: str) -> None:
 def test_a_launcher_that_is_not_installed(
     launcher: str, programs: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the programs that are missing, and says what to do."""
+    """The error names the missing programs and the fix."""
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MachineError) as caught:
         run_on_hosts(Hosts(launcher, (), (), "", (), ()))

@@ -1,4 +1,4 @@
-"""The same script under each launcher's variables, by `Accelerator()` alone; and what a stranger to them gets wrong."""
+"""The same script under each launcher's variables, by `Accelerator()` alone, and mistakes of a foreign process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from zero_plugin.errors import LaunchError
 pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 STAGE_2 = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
-LATE = 1.5  # seconds, in which the others have said what they wait for
+LATE = 1.5  # seconds in which the others have logged what they wait for
 
 
 def environments(rank: int, port: int) -> dict[str, dict[str, str]]:
-    """What launchers set for process `rank` of two on this machine, by the launcher's name."""
+    """Return each launcher's variables for process `rank` of two on this machine, by the launcher's name."""
     number, job, one = str(rank), str(port), {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     slurm = {"JOB_ID": job, "STEP_ID": 0, "PROCID": number, "LOCALID": number, "NODEID": 0, "NTASKS": 2}
     step = {"NUM_TASKS": 2, "NUM_NODES": 1, "TASKS_PER_NODE": 2, "NODELIST": "node7"}
@@ -48,12 +48,12 @@ def environments(rank: int, port: int) -> dict[str, dict[str, str]]:
 
 
 def prefixed(prefix: str, variables: dict[str, object]) -> dict[str, str]:
-    """Variables whose names begin alike."""
+    """Return variables whose names begin alike."""
     return {f"{prefix}{name}": str(value) for name, value in variables.items()}
 
 
 def train(config: dict[str, object] | None) -> list[object]:
-    """A few steps: who this process is, the processes' sum, and the losses."""
+    """Train a few steps. Return this process's identity, the processes' sum, and the losses."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, config=config)
     model = torch.nn.Linear(4, 1)
@@ -74,7 +74,7 @@ def train(config: dict[str, object] | None) -> list[object]:
 
 
 def train_under_each(rank: int, port: int) -> None:
-    """Both strategies under each launcher; in turns a process comes later than the other."""
+    """Train both strategies under each launcher. In turns a process comes later than the other."""
     joining._FIRST_PAUSE = LATE / 10
     kept, outcomes = dict(os.environ), {}
     for late, (launcher, variables) in enumerate(environments(rank, port).items()):
@@ -94,7 +94,7 @@ def train_under_each(rank: int, port: int) -> None:
 
 
 def come_as_stranger(process: int, port: int, folder: Path) -> None:
-    """Processes 0 and 1 are a run; process 2 is of another one, and comes to the same port."""
+    """Run processes 0 and 1 as one run, while process 2 of another run uses the same port."""
     kept = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     runs, left = folder / "runs", folder / "left"
     if process < 2:
@@ -130,7 +130,7 @@ except Exception as error:
 
 
 def start_a_child(rank: int, port: int) -> None:
-    """Rank 0 of a run that a launcher's agent has started starts a program, with its own environment and without."""
+    """Start a program from rank 0 of an agent's run, with the rank's environment and without."""
     group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ.update(group | agent | {"MASTER_PORT": str(port)})
@@ -150,12 +150,12 @@ def start_a_child(rank: int, port: int) -> None:
 
 @pytest.fixture
 def free_ports(free_port: Callable[[], int]) -> int:
-    """The first of six ports that nobody has."""
+    """Return the first of six free ports."""
     return free_port()
 
 
 def test_the_same_script_trains_under_each_launcher(run_processes: Callable[..., list[str]], free_ports: int) -> None:
-    """DDP and ZeRO 2 give one list of losses; a process that waits names those that are missing."""
+    """DDP and ZeRO 2 give one list of losses. A waiting process names the missing ones."""
     outputs = run_processes(__file__, 2, "train_under_each", free_ports)
     assert ["TRAINED 16" in output for output in outputs] == [True, True], outputs
     assert f"rank 1 of WORLD_SIZE=2 did not join yet; rank 0 waits at 127.0.0.1:{free_ports + 1}" in outputs[0]
@@ -163,17 +163,17 @@ def test_the_same_script_trains_under_each_launcher(run_processes: Callable[...,
 
 
 def test_another_run_at_the_same_port(run_processes: Callable[..., list[str]], free_ports: int, tmp_path: Path) -> None:
-    """Each process of it ends with an error that names the port or the rank, and the first run goes on."""
+    """Each of its processes ends with an error that names the port or the rank. The first run continues."""
     output = run_processes(__file__, 3, "come_as_stranger", free_ports, tmp_path)[2]
     assert "two processes have RANK=1: " in output
     assert "rank 2 has WORLD_SIZE=3, but rank" in output
     assert "has WORLD_SIZE=2.\n" in output
     assert f"rank 0 cannot listen at 127.0.0.1:{free_ports}: " in output
-    assert "Set MASTER_PORT to a free one" in output
+    assert "Set MASTER_PORT to a free port" in output
 
 
 def test_a_program_that_a_rank_starts_does_not_wait_for_the_run(run_processes: Callable[..., list[str]]) -> None:
-    """It has inherited a place that is taken, which it says at once, with what to do, by which it runs alone."""
+    """It has inherited a taken rank. The immediate error gives the fix, with which the program runs alone."""
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output = run_processes(__file__, 2, "start_a_child", agent.port)[0]
     assert "which is rank 0 of a run, and has inherited its rank" in output

@@ -1,4 +1,4 @@
-"""A launch on one machine: nobody beyond loopback reaches it, and nothing in its store is run."""
+"""A launch on one machine: no process beyond loopback reaches it, and none of its store's data is executed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
-# What a process listens at, in hexadecimal as the kernel writes it; in the network that it lives in.
+# A process's listening addresses, in hexadecimal as the kernel writes them, in the process's own network.
 LISTENING = """
 import json, os
 from pathlib import Path
@@ -52,11 +52,11 @@ def train():
     accelerator.end_training()
 """
 )
-# A rank of two that mpirun has started on this machine, without a launcher of ours.
+# One rank of two that mpirun started on this machine, without our launcher.
 MPI = 'for rank in 0 1; do OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$rank "$@" & done; wait'
 MPI_SIZES = ("env", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_SIZE=2")
 HEX_LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
-# A machine of its own whose name leads to a network that others reach.
+# A separate machine whose name leads to a network that others reach.
 OTHER_NAME = (
     "hostname 10.78.0.1 && ip link set lo up && ip link add zp0 type veth peer name zp1 && ip link set zp0 up"
     ' && ip addr add 10.78.0.1/24 dev zp0 && exec "$@"'
@@ -65,7 +65,7 @@ OTHER_NAME = (
 
 @pytest.fixture
 def machine() -> list[str]:
-    """What a command starts with on a machine whose name leads to an address beyond loopback; or on this one."""
+    """Return a command prefix for a machine whose name leads to an address beyond loopback, or for this machine."""
     tools = [shutil.which(tool) for tool in ("unshare", "ip", "hostname")]
     prefix = ["unshare", "--net", "--uts", "sh", "-c", OTHER_NAME, "sh"]
     works = all(tools) and not subprocess.run([*prefix, "true"], capture_output=True).returncode
@@ -80,7 +80,7 @@ def listeners(
     run_launcher: Callable[..., Any],
     forked_alone: dict[str, str],
 ) -> Callable[..., list[dict[str, object]]]:
-    """Run a command there, and return what its workers and their launcher listened at."""
+    """Run a command there, and return the listening addresses of its workers and their launcher."""
 
     def run(*command: str | Path) -> list[dict[str, object]]:
         done = run_launcher([*machine, *command], seconds=200, cwd=tmp_path, env={**environment, **forked_alone})
@@ -91,7 +91,7 @@ def listeners(
 
 
 def test_a_launch_listens_on_loopback_alone(listeners: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
-    """Its store from the start on, and gloo while it trains; wherever the machine's name leads."""
+    """The store does from the start, gloo during training, wherever the machine's name leads."""
     (tmp_path / "train.py").write_text(f"{TRAINS}\ntrain()\n")
     launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--num_processes", "2", "train.py"]
     assert_on_loopback(listeners(*launch), processes=2)
@@ -101,7 +101,7 @@ def test_a_launch_listens_on_loopback_alone(listeners: Callable[..., list[dict[s
 def test_other_starts_listen_on_loopback_alone(
     how: str, listeners: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """A notebook's processes, a script that is started by itself, and tasks of mpirun on one machine."""
+    """A notebook's processes, a script started without a launcher, and tasks of mpirun on one machine."""
     call = "from zero_plugin import debug_launcher; debug_launcher(train)" if how == "debug_launcher" else "train()"
     (tmp_path / "train.py").write_text(f"{TRAINS}\n{call}\n")
     start = [*MPI_SIZES, f"PMIX_NAMESPACE={tmp_path}", "sh", "-c", MPI, "sh"] if how == "mpirun" else []
@@ -109,7 +109,7 @@ def test_other_starts_listen_on_loopback_alone(
 
 
 def assert_on_loopback(shown: list[dict[str, Any]], *, processes: int) -> None:
-    """Two looks of each process, of which that in the training found what gloo or the store listens at."""
+    """Check two observations of each process. The one in training found the addresses of gloo or the store."""
     assert [row["when"] for row in sorted(shown, key=lambda row: row["when"])] == [
         *["rendezvous"] * processes,
         *["training"] * processes,
@@ -142,7 +142,7 @@ raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 def test_what_a_client_writes_into_the_store_is_not_run(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """The launcher reads no pickle there, at its start, while it watches, nor when it starts its workers again."""
+    """The launcher reads no pickle from the store: at its start, while it watches, or when it restarts its workers."""
     (tmp_path / "attack.py").write_text(ATTACKS)
     done = launch("--cpu", "--max_restarts", "1", "attack.py", workers_afresh=True)
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def test_workers_of_a_restart_meet_at_the_port_that_was_named(
     free_port: Callable[[], int],
     lines_of: Callable[..., Iterator[str]],
 ) -> None:
-    """In a store of their own: in the old one they would find the addresses of processes that are gone."""
+    """They get a new store. The old one has the addresses of processes that are gone."""
     (tmp_path / "restarted.py").write_text(RESTARTED)
     port = str(free_port())
     flags = ["--num_processes", "2", "--max_restarts", "1", "--main_process_port", port]

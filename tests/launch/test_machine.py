@@ -1,4 +1,4 @@
-"""What the launcher sees of the machine."""
+"""The launcher's view of the machine."""
 
 from __future__ import annotations
 

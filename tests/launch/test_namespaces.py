@@ -1,4 +1,4 @@
-"""Two machines with their own addresses, as network namespaces: meeting, training, and all that can go wrong there."""
+"""Two machines with their own addresses, as network namespaces: meeting, training, and possible failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Host:
         return self.start(sys.executable, "-m", "zero_plugin", "launch", *arguments, **variables)
 
     def processes(self) -> list[str]:
-        """The processes of this machine."""
+        """Return the processes of this machine."""
         return ip("netns", "pids", self.name).split()
 
 
@@ -67,7 +67,7 @@ class Host:
 def hosts(
     tmp_path: Path, environment: dict[str, str], start_program: Callable[..., subprocess.Popen[str]]
 ) -> Iterator[tuple[Host, Host]]:
-    """Two machines in a network of their own; after the test no process is on them, and they are gone."""
+    """Create two machines in their own network. Check after the test that no process is left, and remove both."""
     if shutil.which("ip") is None:
         pytest.skip("iproute2 is not installed")
     mark = f"zp{os.getpid()}"
@@ -95,19 +95,19 @@ def hosts(
 
 
 def static(host: Host, rank: int, *more: str, machines: int = 2) -> list[str]:
-    """Flags of the static rendezvous, on `host`."""
+    """Return flags of the static rendezvous on `host`."""
     counts = ["--num_processes", str(machines), "--num_machines", str(machines), "--machine_rank", str(rank)]
     return [*counts, "--main_process_ip", host.address, "--main_process_port", PORT, *more]
 
 
 def elastic(host: Host, *more: str) -> list[str]:
-    """Flags of the elastic rendezvous, on `host`."""
+    """Return flags of the elastic rendezvous on `host`."""
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{host.address}:{PORT}"]
     return ["--num_processes", "2", "--num_machines", "2", *meeting, *more]
 
 
 def expected_losses() -> list[float]:
-    """The same training in this process, by torch alone."""
+    """Return the losses of the same training in this process, by torch alone."""
     import torch
 
     spec = importlib.util.spec_from_file_location("train_machines", SCRIPT)
@@ -134,7 +134,7 @@ def assert_trained(output: str) -> None:
 
 
 def test_zero_2_and_3_over_two_machines(hosts: tuple[Host, Host], forked_workers: dict[str, str]) -> None:
-    """Two launchers with a static rendezvous train as one process does; each names itself by its own network."""
+    """Two launchers with a static rendezvous train like one process. Each uses its own network's name."""
     main, other = hosts
     launchers = [
         host.launch(*static(main, rank), str(SCRIPT), **forked_workers) for rank, host in enumerate((main, other))
@@ -162,9 +162,9 @@ def test_deepspeeds_launcher_on_each_machine(hosts: tuple[Host, Host], tmp_path:
 @pytest.mark.campaign
 @pytest.mark.parametrize("end", [1, 0])
 def test_a_cut_cable(end: int, hosts: tuple[Host, Host], lines_of: Callable[..., Iterator[str]]) -> None:
-    """With c10d they train too; when the cable is cut at an end, both sides fail within the time-out and say why.
+    """With c10d they train too. When the cable is cut at one end, both sides fail within the time-out and say why.
 
-    Neither knows an address of its own name, with which torch's launcher fails by itself.
+    No machine can resolve its own name, at which torch's launcher alone fails.
     """
     main, other = hosts
     conf = "read_timeout=6,keep_alive_interval=1"
@@ -192,7 +192,7 @@ def test_a_cut_cable(end: int, hosts: tuple[Host, Host], lines_of: Callable[...,
 @pytest.mark.campaign
 @pytest.mark.parametrize("apart", [True, False])
 def test_machine_0_is_killed(apart: bool, hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """The run goes on without it if a process of its own keeps the rendezvous; else the other machine says how to."""
+    """The run continues if a separate process keeps the rendezvous. Otherwise the other machine tells how to do so."""
     main, other = hosts
     command = store_command(PORT)
     if apart:
@@ -224,7 +224,10 @@ def test_machine_0_is_killed(apart: bool, hosts: tuple[Host, Host], tmp_path: Pa
 
 @pytest.mark.campaign
 def test_a_cable_that_is_cut_before_all_have_come(hosts: tuple[Host, Host]) -> None:
-    """Machine 1 hears no more of machine 0, with which it waits for a third: it says so, and waits no longer."""
+    """Machine 1 and machine 0 wait for a third.
+
+    When machine 1 hears no more of machine 0, it says so and stops waiting.
+    """
     main, other = hosts
     conf = ("--rdzv_conf", "read_timeout=6,timeout=20")
     waiting = [
@@ -243,7 +246,7 @@ def test_a_cable_that_is_cut_before_all_have_come(hosts: tuple[Host, Host]) -> N
 
 @pytest.mark.campaign
 def test_a_number_given_twice_and_different_counts(hosts: tuple[Host, Host]) -> None:
-    """Both sides learn at once which machines have the same number, or that they count differently."""
+    """Both sides learn immediately which machines share a number, or that their counts differ."""
     main, other = hosts
     for rank, machines, told in ((0, 2, "two machines have the number 0"), (1, 3, "the machines count differently")):
         launchers = (
@@ -261,7 +264,7 @@ SOON = ("--rdzv_conf", "timeout=3,join_timeout=3,read_timeout=3,last_call_timeou
 
 
 def test_a_missing_machine(hosts: tuple[Host, Host], forked_alone: dict[str, str]) -> None:
-    """The one that waits says for whom and how long; the one that nobody waits for, that nobody answers."""
+    """The waiting machine says for whom and how long. An uninvited machine says that no machine answers."""
     main, other = hosts
     waiting, lonely, waiting_elastic, lonely_elastic = (
         host.launch(*flags, *SOON, str(SCRIPT), **forked_alone)
@@ -283,7 +286,7 @@ def test_a_missing_machine(hosts: tuple[Host, Host], forked_alone: dict[str, str
 
 
 def test_a_taken_port(hosts: tuple[Host, Host], forked_alone: dict[str, str]) -> None:
-    """Machine 0 says at once that another program has the port; the other side ends in bounded time, too."""
+    """Machine 0 immediately says that another program has the port. The other side also ends in bounded time."""
     main, other = hosts
     server = f"import socket, time; s = socket.create_server(('', {PORT})); print('up', flush=True); time.sleep(300)"
     taker = main.start(sys.executable, "-c", server)

@@ -43,7 +43,7 @@ def run_cells(tmp_path: Path, forked_alone: dict[str, str]) -> Callable[..., sub
 def test_training(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
 ) -> None:
-    """Arguments of any iterable, names of the notebook, the configuration: all arrive; the notebook stays as it was."""
+    """Arguments of any iterable, names of the notebook and the configuration arrive. The notebook is unchanged."""
     done = run_cells(
         """
 class Model(torch.nn.Linear):
@@ -83,7 +83,7 @@ assert Accelerator().num_processes == 1
 
 
 def test_one_process_is_the_notebook_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one process the function runs here, with the configuration; a generator of arguments will do."""
+    """The only process is the notebook, with the configuration. A generator of arguments works."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     before = dict(os.environ)
     seen: list[object] = []
@@ -116,7 +116,7 @@ def test_a_failure_is_raised_in_the_notebook(
     told: list[str],
     lines_of: Callable[..., Iterator[str]],
 ) -> None:
-    """With the traceback of the process that failed first; the others are gone, and the notebook goes on."""
+    """It has the traceback of the first failing process. The other processes end, and the notebook continues."""
     done = run_cells(
         function,
         """
@@ -136,7 +136,7 @@ except Exception as error:
 
 
 def test_a_restart(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """`max_restarts` starts all again; `sys.exit(0)` is a good end."""
+    """`max_restarts` starts all processes again. `sys.exit(0)` is a good end."""
     done = run_cells(
         """
 def f():
@@ -152,7 +152,7 @@ def f():
 def test_logs_and_the_prefix_of_lines(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """The configuration's `log_dir` is followed, with the prefix that the call names."""
+    """The configuration's `log_dir` is used, with the prefix that the call names."""
     done = run_cells(
         "def f(): print('hello', flush=True)",
         "config = {'log_dir': 'logs', 'use_cpu': True, 'num_processes': 2}",
@@ -165,7 +165,7 @@ def test_logs_and_the_prefix_of_lines(
 
 @pytest.mark.parametrize("everyone", [False, True])
 def test_ctrl_c(everyone: bool, tmp_path: Path) -> None:
-    """The kernel's stop button, which reaches the kernel alone or all: KeyboardInterrupt, and no process is left."""
+    """The kernel's stop button reaches the kernel alone or all. It raises KeyboardInterrupt, and no process is left."""
     cell = "notebook_launcher(lambda: (os.write(1, b'up\\n'), time.sleep(200)), num_processes=2)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{NOTEBOOK}{cell}"],
@@ -184,7 +184,7 @@ def test_ctrl_c(everyone: bool, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_the_processes_are_made(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """In the midst of a fork an exception has no way out, and logging is locked: the signal counts a moment later."""
+    """During a fork an exception cannot leave and logging is locked, so the signal takes effect a moment later."""
     done = run_cells(
         """
 def interrupt():
@@ -202,7 +202,7 @@ notebook_launcher(lambda: time.sleep(200), num_processes=2)
 
 
 def test_the_others_end_soon_after_a_failure(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """One that does not listen to SIGTERM has five seconds from there, as in `zero-plugin launch`, not torch's 30."""
+    """A process that ignores SIGTERM gets five seconds, as in `zero-plugin launch`, not torch's 30."""
     done = run_cells(
         """
 log = os.open("seconds", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -234,7 +234,7 @@ print(open("seconds").read().splitlines()[-1])
 def test_a_process_that_cannot_be_copied_is_refused(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
 ) -> None:
-    """An Accelerator here, before anything starts; ending it is enough."""
+    """If an Accelerator exists here, the call is refused before anything starts. Ending the Accelerator suffices."""
     done = run_cells(
         """
 from zero_plugin import Accelerator
@@ -292,7 +292,7 @@ notebook_launcher(train, (ZERO, "after a state"), num_processes=2, config={"use_
 def test_what_earlier_runs_have_left_is_no_hindrance(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
 ) -> None:
-    """A run of one process whose `Accelerator` is dropped or forgotten ends when copies of this process are made."""
+    """A one-process run whose `Accelerator` is dropped or forgotten ends when copies of this process are made."""
     done = run_cells(LEFT_OVER)
     assert done.returncode == 0, done.stderr
     after = ("after one process", "after a dropped one", "after a reset", "after a state")
@@ -304,7 +304,7 @@ def test_what_earlier_runs_have_left_is_no_hindrance(
 def test_a_process_that_has_asked_cuda(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], on: str, code: int
 ) -> None:
-    """CUDA works in no copy of it. That is refused where the copies need it, and is nothing to a run on the CPU."""
+    """CUDA works in no copy of this process. That is refused if the copies need CUDA. A run on the CPU works."""
     asked = "torch.cuda._is_in_bad_fork = lambda pid=os.getpid(): os.getpid() != pid"  # as a build for CUDA has it
     done = run_cells(asked, "debug_launcher(lambda: None)", DS_ACCELERATOR=on)
     assert done.returncode == code, done.stderr
@@ -312,7 +312,7 @@ def test_a_process_that_has_asked_cuda(
 
 
 def test_threads_that_would_hang(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """After the notebook has computed with several threads the processes have one each, and it is said."""
+    """If the notebook has computed with several threads, the processes have one each, which is logged."""
     done = run_cells(
         "torch.set_num_threads(2); torch.ones(2**22).exp()",
         "notebook_launcher(lambda: os.write(1, b'%d\\n' % torch.ones(2**22).exp().numel()), num_processes=2)",
@@ -324,7 +324,7 @@ def test_threads_that_would_hang(run_cells: Callable[..., subprocess.CompletedPr
 
 
 def test_two_notebooks_share_no_port(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Accelerate's default port may be taken by another; one that is asked for and taken is an error."""
+    """Accelerate's default port may be taken. A configured port that is taken is an error."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -333,7 +333,7 @@ def test_two_notebooks_share_no_port(run_cells: Callable[..., subprocess.Complet
             notebook_launcher(print, num_processes=2, use_port=port)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # somebody else has it: as good
+        with contextlib.suppress(OSError):  # another process has it, which works as well
             taken.bind(("127.0.0.1", 29500))
         begun = time.monotonic()
         done = run_cells("debug_launcher(lambda: os.write(1, b'up\\n'))")
@@ -341,7 +341,7 @@ def test_two_notebooks_share_no_port(run_cells: Callable[..., subprocess.Complet
 
 
 def test_wrong_arguments_are_found_before_anything_starts() -> None:
-    """A precision that there is not, and what a configuration contradicts, with the call that said it."""
+    """An unknown precision and a contradiction of the configuration are errors that name the call."""
     with pytest.raises(ConfigError, match=r"notebook_launcher\(mixed_precision='fp61'\)"):
         notebook_launcher(print, num_processes=2, mixed_precision="fp61")
     with pytest.raises(ConfigError, match=r"num_processes=3\).*3 in code, but 2"):
@@ -394,7 +394,7 @@ notebook_launcher(works, num_processes=2)
 def test_launches_after_failed_ones(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
 ) -> None:
-    """They work, also where the copies collect what failed; no store, agent or thread stays in the notebook."""
+    """They work, also if the copies collect the failed run. No store, agent or thread stays in the notebook."""
     done = run_cells(AFTER_FAILURES, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     lines = list(lines_of(done.stdout.splitlines()))

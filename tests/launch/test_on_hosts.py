@@ -1,4 +1,4 @@
-"""Real runs through DeepSpeed's launcher, by pdsh over an ssh server of the test's own."""
+"""Real runs through DeepSpeed's launcher, with pdsh and the test's own ssh server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-# Plain DDP: no process pays for DeepSpeed's import; which strategy follows is not the launcher's matter.
+# Plain DDP saves each process DeepSpeed's import. The strategy is not the launcher's concern.
 SCRIPT = """
 import json, os, sys, time, torch
 from zero_plugin import Accelerator
@@ -37,7 +37,7 @@ if "fail" in sys.argv and accelerator.process_index == 1:
 
 @pytest.fixture
 def by_ssh(tmp_path: Path, environment: dict[str, str], free_port: Callable[[], int]) -> Iterator[dict[str, str]]:
-    """An environment in which `ssh` and `pdsh` reach this machine by an ssh server of the test's own."""
+    """Set up an environment in which `ssh` and `pdsh` reach this machine by the test's own ssh server."""
     if shutil.which("pdsh") is None or not os.access(SSHD, os.X_OK):
         pytest.skip("pdsh and openssh-server are not installed")
     if os.geteuid() == 0:
@@ -79,7 +79,7 @@ def start_on_hosts(
     free_port: Callable[[], int],
     start_program: Callable[..., subprocess.Popen[str]],
 ) -> Callable[..., subprocess.Popen[str]]:
-    """Start the script by pdsh on two names of this machine, in a folder whose name no shell would leave whole."""
+    """Start the script by pdsh on two names of this machine, in a folder whose name needs quoting in every shell."""
     folder = tmp_path / "my träin; →"
     folder.mkdir()
     (folder / "scrïpt a.py").write_text(SCRIPT)
@@ -96,7 +96,7 @@ def start_on_hosts(
 
 
 def test_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> None:
-    """Both hosts form one run; folder, arguments and the allowed variables arrive, secrets and stale files do not."""
+    """Both hosts form one run. Folder, arguments and allowed variables arrive; secrets and stale files do not."""
     launcher = start_on_hosts("a b", "$HOME;ls", "ü")
     output, errors = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, errors
@@ -108,7 +108,7 @@ def test_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> 
 
 
 def run_of(launcher: subprocess.Popen[str]) -> str:
-    """The word that marks this launch on every command line, other launches of this machine apart."""
+    """Return the word that marks only this launch on every command line."""
     listed = subprocess.run(["pgrep", "-a", "-P", str(launcher.pid)], capture_output=True, text=True).stdout
     found = re.search("zero_plugin_[0-9a-f]{32}", listed)
     assert found is not None, listed
@@ -121,7 +121,7 @@ def processes_of(run: str) -> str:
 
 @pytest.mark.campaign
 def test_the_end_of_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> None:
-    """A rank's exit code is the launcher's; SIGTERM leaves no process on any host."""
+    """A rank's exit code is the launcher's. SIGTERM leaves no process on any host."""
     launcher = start_on_hosts("fail")
     _, errors = launcher.communicate(timeout=200)
     assert launcher.returncode == 7, errors
@@ -145,7 +145,7 @@ def test_the_end_of_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen
 def test_a_run_by_mpirun(
     tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """The slots of one host are processes of one run, which find their places by Open MPI's variables."""
+    """The slots of one host are processes of one run, which read their ranks from Open MPI's variables."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Memory that runs out on one rank of two: the others do not wait for it, it is said once, the run may go on."""
+"""One rank of two runs out of memory: the other does not wait, one report appears, and the run may continue."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def write(folder: Path, config: dict[str, object]) -> str:
 
 
 def test_the_group_starts_again_with_smaller_micro_batches(launch: Launch, tmp_path: Path) -> None:
-    """Under a limit of the system's (`ulimit -v`), from the start: accumulation, every step's loss and the weights are
-    those of a run started with that size."""
+    """With a system limit (`ulimit -v`) from the start, accumulation, losses and weights equal a run with that size."""
     script = [SCRIPT, "ulimit", "4", "8", "0", str(tmp_path / "out")]
     done = launch("--config_file", write(tmp_path, ZERO), *script)
     assert done.returncode == 0, done.stderr
@@ -47,7 +46,7 @@ def test_the_group_starts_again_with_smaller_micro_batches(launch: Launch, tmp_p
 
 
 def test_it_goes_on_from_what_this_launch_has_saved(launch: Launch, tmp_path: Path) -> None:
-    """Later, from the newest checkpoint, with the sample that came next; in as many steps."""
+    """Later it resumes from the newest checkpoint, with the next sample, in equally many steps."""
     script = [SCRIPT, "torch", "4", "8", "1", str(tmp_path / "out")]
     config = write(tmp_path, DDP)
     done = launch("--config_file", config, *script)
@@ -61,7 +60,7 @@ def test_it_goes_on_from_what_this_launch_has_saved(launch: Launch, tmp_path: Pa
 
 
 def test_where_the_micro_batch_is_typed(launch: Launch, tmp_path: Path) -> None:
-    """It is said once, with what was needed, what is there and what to change; the code is the rank's; nobody waits."""
+    """One report gives required and available memory and the fix. The exit code is the rank's. No rank waits."""
     config = write(tmp_path, {"distributed_type": "MULTI_CPU"})
     done = launch("--config_file", config, SCRIPT, "cuda", "4", "8", "0", str(tmp_path / "out"))
     assert done.returncode == 1, done.stderr

@@ -1,4 +1,4 @@
-"""`launch --model`: the plan is made before a worker starts, and handed over as values with their reasons."""
+"""`launch --model`: the plan is made before a worker starts, and passed on as values with their reasons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MICRO = ("train_micro_batch_size_per_gpu",)
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """Of seven billion parameters, as far as its config.json goes."""
+    """Describe a model of seven billion parameters by its config.json."""
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000}
     config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008}
     config |= {"tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"]}
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where transformers is not installed: the trace of a large model takes seconds."""
+    """Plan by formula, as without transformers: the trace of a large model takes seconds."""
     monkeypatch.setattr("zero_plugin.plan.model_source.ModelSource", lambda model: ModelSource(model, trace=False))
 
 
@@ -51,7 +51,7 @@ def asked(memory: str = "80GiB", micro_batch: Any = "auto", **zero: Any) -> Docu
 
 @pytest.mark.usefixtures("by_formula")
 def test_the_workers_get_values_with_reasons(model: str) -> None:
-    """What was open is a value of the plan's in the handed-over document, and what the user typed is untouched."""
+    """Open fields have the plan's values in the document for the workers. The user's typed values are untouched."""
     document, said = plan_launch(asked(), model, 2048, gpus=8)
     handed = from_environment({"ZERO_PLUGIN_DOCUMENT": to_environment(document)})
     assert handed is not None
@@ -67,7 +67,7 @@ def test_the_workers_get_values_with_reasons(model: str) -> None:
 
 @pytest.mark.usefixtures("by_formula")
 def test_a_micro_batch_alone(model: str) -> None:
-    """Where the stage is typed and only the micro-batch open, it is the plan's, until a loader comes with its own."""
+    """With a typed stage and an open micro-batch, the plan's holds until a loader brings its own."""
     document, said = plan_launch(
         asked(stage=3, offload_optimizer={"device": "cpu"}, offload_param={"device": "none"}), model, 512, gpus=0
     )
@@ -83,7 +83,7 @@ def test_a_micro_batch_alone(model: str) -> None:
 
 @pytest.mark.usefixtures("by_formula")
 def test_stated_memory_is_a_gpus(model: str) -> None:
-    """A machine without a GPU plans as one with: fused optimizer, page-locked memory, the same values and reasons."""
+    """A machine without a GPU plans like one with a GPU: fused optimizer, page-locked memory, the same reasons."""
     document = asked("24GiB")
     here, there = (plan_launch(document, model, 512, gpus=gpus)[0].deepspeed for gpus in (0, 8))
     assert here.value("zero_optimization", "offload_optimizer", "device") == "cpu"
@@ -93,7 +93,7 @@ def test_stated_memory_is_a_gpus(model: str) -> None:
 
 @pytest.mark.usefixtures("by_formula")
 def test_less_memory_shards_and_offloads_more(model: str) -> None:
-    """Stated memory alone decides; where nothing fits, the launch ends before it starts anything."""
+    """Stated memory alone decides. If nothing fits, the launch ends before it starts anything."""
 
     def chosen(memory: str) -> tuple[Any, Any]:
         tree = plan_launch(asked(memory), model, 512, gpus=0)[0].deepspeed
@@ -108,7 +108,7 @@ def test_less_memory_shards_and_offloads_more(model: str) -> None:
 
 @pytest.mark.usefixtures("by_formula")
 def test_a_loader_with_another_batch_size_wins(model: str) -> None:
-    """The planned micro-batch is what a script may build its loader with; what the loop trains on counts."""
+    """A script may build its loader with the planned micro-batch. The loop's actual one counts."""
     document, _ = plan_launch(asked(), model, 2048, gpus=8)
     planned = document.deepspeed.value(*MICRO)
     assert planned >= 1
@@ -119,7 +119,7 @@ def test_a_loader_with_another_batch_size_wins(model: str) -> None:
 
 @pytest.mark.usefixtures("by_formula")
 def test_scripts_of_accelerate_get_the_chosen_stage(model: str) -> None:
-    """With the plan made, the DeepSpeed JSON for such scripts has its stage; the batch stays theirs."""
+    """With the plan made, the DeepSpeed JSON for these scripts has its stage. The batch stays the script's."""
     document, _ = plan_launch(asked(), model, 2048, gpus=8)
     spec = build_spec(document, Program(__file__), SERVER, {})
     assert spec.deepspeed_config is not None
@@ -129,7 +129,7 @@ def test_scripts_of_accelerate_get_the_chosen_stage(model: str) -> None:
 
 
 def test_nothing_to_plan_is_said(model: str) -> None:
-    """--model beside a configuration without an open stage, device or micro-batch has no effect, and says so."""
+    """--model without an open stage, device or micro-batch has no effect, which is logged."""
     settled = asked(micro_batch=2, stage=2, offload_optimizer={"device": "none"}, offload_param={"device": "none"})
     document, said = plan_launch(settled, model, 2048, gpus=8)
     assert document is settled
@@ -137,7 +137,7 @@ def test_nothing_to_plan_is_said(model: str) -> None:
 
 
 def test_the_sequence_length_is_a_count() -> None:
-    """The model's own where nothing is typed; text is refused."""
+    """The default is the model's own. Text is refused."""
     assert require_count("--sequence_length", None, "2048") is None
     assert require_count("--sequence_length", "4K", "2048") == 4000
     with pytest.raises(ConfigError, match=r"--sequence_length: 'long' is no count\n.*Write e\.g\. 2048\."):
@@ -145,7 +145,7 @@ def test_the_sequence_length_is_a_count() -> None:
 
 
 def test_the_command_says_what_was_chosen(launch: Callable[..., Any], model: str, tmp_path: Path) -> None:
-    """`launch --model … --dry_run` prints the plan's choices, and the document that it would hand over."""
+    """`launch --model … --dry_run` prints the plan's choices and the document that it would pass on."""
     file = tmp_path / "train.py"
     file.write_text("")
     config = Path(__file__).parents[2] / "ds_configs" / "auto.yaml"

@@ -1,4 +1,4 @@
-"""Machines that meet: whichever of them is slow, or gone, at whichever step, all of them end in the same way."""
+"""Machines that meet: if any of them is slow or gone at any step, all end in the same way."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from zero_plugin.launch.spec import Rendezvous
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS = range(10)  # of a machine in the store; a look that it repeats is none
+STEPS = range(10)  # a machine's own calls to the store; a repeated look is none
 LATE_S = 0.4  # several looks of the others
-_machine = threading.local()  # which one this thread is, and what it has done
-_looks_since_death: Counter[str] = Counter()  # by meeting
+_machine = threading.local()  # this thread's machine, and its steps
+_looks_since_death: Counter[str] = Counter()  # keyed by meeting
 
 
 class Killed(BaseException):
-    """What ends a machine without a word."""
+    """The silent end of a machine."""
 
 
 class WatchedStore:
-    """Meetings are apart in one store; before one of its steps a machine may be late, or be killed."""
+    """Separates meetings in one store. Before one of its steps a machine may be late, or be killed."""
 
     def __init__(self, prefix: str, store: Any) -> None:
         self._store = PrefixStore(f"{_machine.meeting}/{prefix}", store)
@@ -56,7 +56,7 @@ class WatchedStore:
 
 
 def seconds_since_death() -> float:
-    """The clock of a machine: it stands still until another is killed, and then moves with each look at it."""
+    """Return a machine's clock, which moves only with each look at it after another machine was killed."""
     if looks := _looks_since_death[_machine.meeting]:
         _looks_since_death[_machine.meeting] += 1
     return 0.3 * looks
@@ -64,7 +64,7 @@ def seconds_since_death() -> float:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where machines meet: something listens there, but they share a store of this process, which needs no network."""
+    """Create a meeting point. A server listens there, but the machines share this process's store without a network."""
     shared = HashStore()
     monkeypatch.setattr("zero_plugin.launch.rendezvous.TCPStore", lambda *_, **__: shared)
     monkeypatch.setattr("zero_plugin.launch.rendezvous.PrefixStore", WatchedStore)
@@ -74,7 +74,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def meet(meeting: str, endpoint: str, machine: tuple[int, int], held_up_at: int, dies: bool) -> str:
-    """How it ends for a machine: "met", "killed", or the error."""
+    """Meet as one machine, and return its end: "met", "killed", or the error."""
     _machine.meeting, _machine.steps, _machine.held_up_at, _machine.dies = meeting, [], held_up_at, dies
     rank, machines = machine
     waits = Rendezvous("static", endpoint, "", {"rank": rank, "timeout": 1.5 if dies else 60})
@@ -88,7 +88,10 @@ def meet(meeting: str, endpoint: str, machine: tuple[int, int], held_up_at: int,
 
 
 def hold_up_each(endpoint: str, machines: list[tuple[int, int]], *, dies: bool = False) -> list[list[str]]:
-    """The ends of meetings of `(rank, count)`; in each, another machine is held up at another step; all at once."""
+    """Return how meetings of `(rank, count)` end. In each, another machine is delayed at another step.
+
+    All run in parallel.
+    """
     cases = list(itertools.product(range(len(machines)), STEPS))
     with ThreadPoolExecutor(len(cases) * len(machines)) as pool:
         meetings = [
@@ -102,7 +105,7 @@ def hold_up_each(endpoint: str, machines: list[tuple[int, int]], *, dies: bool =
 
 
 def test_all_machines_of_a_run_meet(endpoint: str) -> None:
-    """However late one of them is at any step."""
+    """They meet however late one of them is at any step."""
     assert {tuple(ends) for ends in hold_up_each(endpoint, [(0, 2), (1, 2)])} == {("met", "met")}
 
 
@@ -113,20 +116,20 @@ def test_all_machines_of_a_run_meet(endpoint: str) -> None:
 def test_no_machine_goes_on_where_another_finds_an_error(
     machines: list[tuple[int, int]], told: str, endpoint: str
 ) -> None:
-    """A number that was to be seen before the counts were compared once let machine 0 go on, to wait in torch."""
+    """Machine 0 once continued and waited in torch, since its number was visible before the counts were compared."""
     for ends in hold_up_each(endpoint, machines):
         assert all(told in end for end in ends), ends
 
 
 def test_one_machine_too_many(endpoint: str) -> None:
-    """Two machines have the number 1: no machine goes on, or machine 0 and the first of them do."""
+    """Two machines have the number 1: no machine continues, or only machine 0 and the first of them."""
     for ends in hold_up_each(endpoint, [(0, 2), (1, 2), (1, 2)]):
         refused = ["two machines have the number 1" in end for end in ends]
         assert sum(refused) == 3 or (sum(refused) == 1 and ends.count("met") == 2), ends
 
 
 def test_a_machine_that_is_killed_while_they_meet(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one ends within its time, and names it; it goes on only if the lost one had seen both."""
+    """The other one ends within its time and names it. It continues only if the lost one had seen both."""
     monkeypatch.setattr("zero_plugin.launch.rendezvous._FAREWELL_S", 0.2)
     clock = SimpleNamespace(monotonic=seconds_since_death, sleep=time.sleep)
     monkeypatch.setattr("zero_plugin.launch.rendezvous.time", clock)

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed; the docstring says how"),
 ]
 GUIDE = Path(__file__).parents[2] / "docs" / "launchers.md"
-# Two of Ray's processors, whatever this machine has; then the guide's lines; then what the run has left.
+# Two of Ray's processors, whatever this machine has; then the guide's lines; then the run's remains.
 BEFORE = "import ray\n\nray.init(num_cpus=2, include_dashboard=False)\n"
 AFTER = """
 import json
@@ -40,7 +40,7 @@ ray.shutdown()
 
 
 def ray_script(folder: Path, config: str) -> str:
-    """The guide's script with this folder in place of the shared one, and this config in place of `zero2`."""
+    """Return the guide's script with this folder instead of the shared one, and this config instead of `zero2`."""
     section = GUIDE.read_text().partition("## Ray Train")[2].partition("\n## ")[0]
     (script,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     assert script.count('config="zero2"') == 1

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what is said about it."""
+"""The rank that failed first, and the report about it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zero_plugin.machine.hardware import MemoryWatch, largest_processes
 
 @dataclass
 class Ended:
-    """What torchrun records of a worker that failed."""
+    """torchrun's record of a worker that failed."""
 
     exitcode: int
     timestamp: int = 100
@@ -56,9 +56,9 @@ class Ended:
     ids=str,
 )
 def test_first_failure(failures: dict[int, Ended], mark: str | None, first: tuple[int, int], tmp_path: Path) -> None:
-    """A rank that died without a word comes first, then the one that left its mark, last what torchrun stopped.
+    """A rank that died silently comes first, then a rank that left its mark, last one that torchrun stopped.
 
-    A mark that only tells of a lost peer gives way to a rank that aborted.
+    A mark that only reports a lost peer ranks below a rank that aborted.
     """
     if mark:
         attempt = tmp_path / "run_x" / "attempt_0"
@@ -69,7 +69,7 @@ def test_first_failure(failures: dict[int, Ended], mark: str | None, first: tupl
 
 
 def test_a_rank_that_somebody_ended_while_others_waited(tmp_path: Path) -> None:
-    """By SIGTERM, which is also the launcher's own signal: what was so before it sent any decides."""
+    """SIGTERM is also the launcher's own signal. The states before the launcher sent any decide."""
     attempt = tmp_path / "run_x" / "attempt_0"
     attempt.mkdir(parents=True)
     (attempt / FIRST_FAILURE).write_text(f"1 1 {LOST_PEER} 5")
@@ -82,7 +82,7 @@ def test_a_rank_that_somebody_ended_while_others_waited(tmp_path: Path) -> None:
 
 
 def test_ranks_with_the_same_error_are_named_once(tmp_path: Path) -> None:
-    """Those that left a note beside the first one's, in the fewest words; without any nothing is said."""
+    """They are listed briefly next to the first one. Without any, the report omits the line."""
     attempt = tmp_path / "run_x" / "attempt_0"
     attempt.mkdir(parents=True)
     (attempt / FIRST_FAILURE).write_text("1 2 ConfigError 123")
@@ -96,7 +96,7 @@ def test_ranks_with_the_same_error_are_named_once(tmp_path: Path) -> None:
 
 
 class Seen(MemoryWatch):
-    """Memory as it might have been seen."""
+    """Memory as the watcher might have seen it."""
 
     def __init__(self, kills: int | None) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Seen(MemoryWatch):
 
 
 def test_sigkill_is_explained_as_host_memory() -> None:
-    """-9 names CPU memory, this machine's size, and how to reduce the use; other ends do not."""
+    """-9 names CPU memory, this machine's size, and how to reduce the use. Other ends do not."""
     text = describe_failure(FirstFailure(2, -9))
     assert f"rank 2 was ended by signal 9 (SIGKILL), on {socket.gethostname()}" in text
     assert "nearly always the kernel, because CPU memory ran out" in text
@@ -125,7 +125,10 @@ def test_sigkill_is_explained_as_host_memory() -> None:
     ],
 )
 def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> None:
-    """Its counter tells a lack of memory from a `kill -9`; the ranks' parts are told, the largest first."""
+    """The kernel's counter separates out of memory from a `kill -9`.
+
+    The ranks' shares are listed, the largest first.
+    """
     text = describe_failure(FirstFailure(2, -9), memory=Seen(kills), processes={2: 42, 5: 41, 6: 43})
     assert said in text
     assert unsaid not in text
@@ -147,12 +150,12 @@ def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> 
     ids=str,
 )
 def test_what_an_end_means(failure: FirstFailure, part: str) -> None:
-    """Signals, the exit code of a child that was killed, and a full GPU each have a sentence of what to do."""
+    """Signals, the exit code of a killed child, and a full GPU each have a sentence with the fix."""
     assert part in describe_failure(failure)
 
 
 def test_ranks_that_could_not_run() -> None:
-    """A stopped rank is named beside the one that failed for want of it; several machines are told apart."""
+    """A stopped rank is named with the failed rank that it waited for. Several machines are distinguished."""
     found = {3: f"{STOPPED} by a signal", 4: HAD_ENDED}
     assert ["rank 3 did not run" in line for line in describe_idle(found, FirstFailure(0, 1))] == [True]
     _, line = describe_idle(found, FirstFailure(0, 1, LOST_PEER))
@@ -171,7 +174,7 @@ STACK = """Current thread 0x00007f10 (most recent call first):
 
 
 def test_where_a_rank_was_that_others_waited_for() -> None:
-    """At the innermost line of the user's; one that waits itself is not named, nor is one that left nothing."""
+    """The report has the user's innermost line. It leaves out ranks that wait themselves or left nothing."""
     stack = STACK.format(stdlib=sysconfig.get_path("stdlib"))
     assert running_at(stack) == "was still running at that time, at train.py:85, in main"
     waits = f'  File "{Path(torch.__file__).parent}/distributed/distributed_c10d.py", line 3 in barrier\n'
@@ -191,7 +194,7 @@ def test_where_a_rank_was_that_others_waited_for() -> None:
 
 
 def test_memory_is_watched() -> None:
-    """What is available, and what each child has, are seen within seconds; nobody was killed for memory."""
+    """Available memory and each child's use are seen within seconds. No process was killed for memory."""
     child = subprocess.Popen([sys.executable, "-c", "import time; a = bytearray(2**26); time.sleep(60)"])
     try:
         with MemoryWatch() as memory:
@@ -208,7 +211,7 @@ def test_memory_is_watched() -> None:
 
 
 def test_the_largest_processes() -> None:
-    """Whoever holds memory is found, by size, name and id; the report of a kill tells the largest."""
+    """The report of a kill lists the largest users of memory by size, name and id."""
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; a = bytearray(2**29); print(flush=True); sys.stdin.readline()"],
         stdin=subprocess.PIPE,

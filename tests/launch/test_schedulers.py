@@ -14,7 +14,7 @@ from launching import ends_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
-# DDP, so that no process pays for DeepSpeed's import; which strategy follows is not the scheduler's matter.
+# DDP saves each process DeepSpeed's import. The strategy is not the scheduler's concern.
 SCRIPT = """
 import os, torch
 from zero_plugin import Accelerator
@@ -38,7 +38,10 @@ def test_tasks_of_srun_find_each_other(
     forked_alone: dict[str, str],
     start_program: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    """Two processes with what srun sets for two tasks of one node form a group; so does one alone in a batch script."""
+    """Two processes with srun's variables for two tasks of one node form a group.
+
+    One alone in a batch script does too.
+    """
     (tmp_path / "script.py").write_text(SCRIPT)
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
     tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node7"}

@@ -1,4 +1,4 @@
-"""Every ready config, the tutorial's two configs, and every way to start a script, each as a whole run."""
+"""Every ready config, the tutorial's two configs, and every way to start a script, each as a complete run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TUTORIAL_STAGE_3: dict[str, Any] = {
 
 
 def on_a_cpu(config: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed has no fp16 on a CPU: the same with bf16."""
+    """Replace fp16 by bf16, since DeepSpeed has no fp16 on a CPU."""
     return {"bf16": {"enabled": "true"}, **{key: value for key, value in config.items() if key != "fp16"}}
 
 
@@ -96,7 +96,7 @@ def train(
     forked_workers: dict[str, str],
     built_ops: None,
 ) -> Callable[..., dict[str, Any]]:
-    """Run a command to its end and return what the script printed; workers of `zero-plugin launch` are forks."""
+    """Run a command to its end and return the script's output. Workers of `zero-plugin launch` are forks."""
 
     def train(*command: str) -> dict[str, Any]:
         variables = {**environment, "XDG_CACHE_HOME": CACHE, **forked_workers}
@@ -122,9 +122,9 @@ STAGES = {
 
 
 def ready_configs() -> Iterator[Any]:
-    """Name and kind of each; a JSON says the same as its YAML, and the stages differ little in how they are launched.
+    """List each config's name and kind. A JSON equals its YAML, and the stages differ little in their launch.
 
-    With zero2.yaml the README's first loop trains, below.
+    The README's first loop, below, trains with zero2.yaml.
     """
     daily = {("zero2_placeholders", "yaml"), ("zero2_offload", "yaml"), ("zero3", "yaml")}
     for name in STAGES:
@@ -133,7 +133,7 @@ def ready_configs() -> Iterator[Any]:
 
 
 def device_of(zero: dict[str, Any], section: str) -> str:
-    """Where a section of the resolved configuration puts what it is about."""
+    """Return the device that a section of the resolved configuration chooses."""
     return str((zero.get(section) or {}).get("device") or "none")
 
 
@@ -142,7 +142,7 @@ def device_of(zero: dict[str, Any], section: str) -> str:
 def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dict[str, Any]]) -> None:
     """`zero-plugin launch --config_file ds_configs/…` trains two processes at the stage and offload of its name.
 
-    The script has placeholders, which are AdamW and a linear warm-up and decay where the file does not describe them.
+    The script has placeholders. Without a section they are AdamW and a linear warm-up and decay.
     """
     report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.{kind}"), "--num_processes", "2", str(SCRIPT))
     assert report["processes"] == 2
@@ -180,7 +180,7 @@ def test_ready_plain_config_trains(name: str, train: Callable[..., dict[str, Any
 def test_tutorial_config_trains(
     config: dict[str, Any], optimizer: str, train: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A widely copied config runs as it is printed (with bf16 for fp16), and every auto is filled from the loop."""
+    """A widely copied config runs as printed (with bf16 for fp16). The loop fills every auto."""
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(on_a_cpu(config), indent=2))
     report = train(*LAUNCH, "--config_file", str(file), "--num_processes", "2", str(SCRIPT))
@@ -196,7 +196,7 @@ def test_tutorial_config_trains(
     assert "auto" not in json.dumps(resolved).replace('"keep_in_fp32_modules": "auto"', "")
     arguments = resolved["optimizer"]["params"]
     assert (arguments["lr"], arguments["weight_decay"], tuple(arguments["betas"])) == (1e-2, 0.1, (0.9, 0.95))
-    assert report["lr"] == [0.0]  # at the end of WarmupDecayLR, whose total the placeholder told
+    assert report["lr"] == [0.0]  # at the end of WarmupDecayLR, whose total comes from the placeholder
     if zero["stage"] == 2:
         assert arguments["torch_adam"] is True
     else:
@@ -210,7 +210,7 @@ def test_tutorial_config_trains(
 def test_tutorial_config_with_fp16_says_so_on_a_cpu(
     config: dict[str, Any], launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """As printed, with fp16, the config is understood, and refused on a CPU with what to write."""
+    """The printed config with fp16 is understood. On a CPU it is refused with what to write."""
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config, indent=2))
     done = launch("--config_file", str(file), "--num_processes", "1", str(SCRIPT))
@@ -226,7 +226,7 @@ def test_tutorial_config_with_fp16_says_so_on_a_cpu(
 def test_every_way_to_start_gives_the_same_losses(
     train: Callable[..., dict[str, Any]], tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    """launch, torchrun, torch.distributed.launch and plain python run the script, the config named in code."""
+    """launch, torchrun, torch.distributed.launch and plain python run the script, with the config named in code."""
     config = str(tmp_path / "zero2.yaml")
     Path(config).write_text("scheduler_counts: steps\ndeepspeed_config: {zero_stage: 2}\n")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -254,7 +254,7 @@ def test_every_way_to_start_gives_the_same_losses(
 
 @pytest.mark.processes
 def test_ready_auto_config_trains(train: Callable[..., dict[str, Any]]) -> None:
-    """`ds_configs/auto.yaml` launches as it is: with room for all, the plan offloads nothing."""
+    """`ds_configs/auto.yaml` launches unchanged: with enough memory, the plan offloads nothing."""
     flags = ("--config_file", str(CONFIGS / "auto.yaml"), "--num_processes", "2", "--gpu_memory", "8GiB")
     report = train(*LAUNCH, *flags, "--host_memory", "16GiB", str(SCRIPT))
     zero = report["config"]["zero_optimization"]

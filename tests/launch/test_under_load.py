@@ -1,4 +1,4 @@
-"""Healthy runs on a machine that has too much to do say nothing of late, silent or lost processes."""
+"""Healthy runs on an overloaded machine report no late, silent or lost processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import pytest
 pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.campaign, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).parent / "train_and_save.py"
-LOAD, RUNS = 20, 5  # busy loops, and runs at the same time beside them
+LOAD, RUNS = 20, 5  # busy loops, and simultaneous runs next to them
 CONFIGS = {
     "ddp": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n",
     "zero2": "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n",
 }
-# What the collective check can say, and whoever is ended by it.
+# The collective check's reports, and messages about a process that it ended.
 ALARM = re.compile(r"has waited|not reported|silent for|is stopped|compiles|error|[A-Z]\w*Error|Traceback|lost")
 
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Loops that take all of the machine's time; nothing of them is left."""
+    """Run loops that take all of the machine's time. Check that none is left."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
     yield
     for loop in loops:
@@ -39,7 +39,7 @@ def busy() -> Iterator[None]:
 def test_no_false_alarm(
     busy: None, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, path: str, series: int
 ) -> None:
-    """Start, three steps, a save, the end: in the whole output of all runs, no process is called late or lost."""
+    """Start, three steps, a save, the end: no run's output calls a process late or lost."""
     folders = [tmp_path / f"{path}-{series}-{number}" for number in range(RUNS)]
     config = tmp_path / "config.yaml"
     config.write_text(CONFIGS[path])
@@ -55,7 +55,7 @@ def test_no_false_alarm(
         reader.start()
     for reader in readers:
         reader.join()
-    print(f"{path}: {RUNS} runs beside {LOAD} busy loops took {time.monotonic() - began:.0f} s")
+    print(f"{path}: {RUNS} runs next to {LOAD} busy loops took {time.monotonic() - began:.0f} s")
     for number, folder in enumerate(folders):
         assert launchers[number].returncode == 0, outputs[number]
         assert (folder / "manifest.json").exists()

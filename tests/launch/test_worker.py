@@ -48,7 +48,7 @@ def test_a_script_sees_what_python_shows_it(tmp_path: Path) -> None:
 
 
 def test_a_module_sees_what_python_shows_it(tmp_path: Path) -> None:
-    """`-m` likewise."""
+    """`-m` behaves the same."""
     (tmp_path / "ask.py").write_text(ASK.replace('"spec": __spec__ is None, ', ""))
     (tmp_path / "neighbour.py").write_text("")
     mine, pythons = (run(tmp_path, *start, "ask", "-x") for start in ([WORKER, "-m"], ["-m"]))
@@ -57,7 +57,7 @@ def test_a_module_sees_what_python_shows_it(tmp_path: Path) -> None:
 
 
 def test_files_beside_the_user_do_not_shadow_the_library(tmp_path: Path) -> None:
-    """A `token.py` in the current folder is not what the standard library imports, for a script elsewhere."""
+    """The standard library does not import a `token.py` of the current folder, for a script elsewhere."""
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "ok.py").write_text("import tokenize; print('ok')")
     for name in ("token.py", "types.py", "runpy.py"):
@@ -67,7 +67,7 @@ def test_files_beside_the_user_do_not_shadow_the_library(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_script_can_start_processes(method: str, tmp_path: Path) -> None:
-    """Functions and classes of the script are found again in processes that it starts (data loader workers)."""
+    """Processes that the script starts (data loader workers) find its functions and classes."""
     (tmp_path / "pool.py").write_text(
         "import multiprocessing as mp\n"
         "class Sample:\n    value = 3\n"
@@ -94,7 +94,7 @@ def test_failures_print_as_under_python(tmp_path: Path) -> None:
 
 
 def test_standard_input_is_the_first_local_rank_s(tmp_path: Path) -> None:
-    """It reads all that is piped in; every other rank sees the end, instead of snatching lines away."""
+    """That rank reads all piped input. Every other rank gets end-of-file and cannot steal lines."""
     (tmp_path / "read.py").write_text("import sys; print(repr(sys.stdin.read()))")
     read = []
     for rank in ({}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"}):
@@ -113,7 +113,7 @@ def test_standard_input_is_the_first_local_rank_s(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process")
 def test_cores_of_the_local_rank(tmp_path: Path) -> None:
-    """`--cores` binds a script, a module and a program to the part of the list that is their rank's."""
+    """`--cores` binds a script, a module and a program to their rank's part of the list."""
     core = str(min(os.sched_getaffinity(0)))
     (tmp_path / "show.py").write_text("import os; print(*os.sched_getaffinity(0))")
     for program in (["show.py"], ["-m", "show"], ["--no_python", sys.executable, "show.py"]):
@@ -136,7 +136,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), print("thread's"))).start()
 
 
 def test_the_end_is_pythons_where_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a process leaves before the interpreter ends: exit codes and all that runs at exit are as under `python`."""
+    """A process with torch leaves before the interpreter ends. Exit codes and exit handlers work as under `python`."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import atexit; atexit.register(print, 'coverage')")
@@ -189,7 +189,7 @@ sys.exit(int(sys.argv[1]))
 
 
 def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
-    """The exit code is the script's, and what it held and left open ends as under Python, which aborts here."""
+    """The exit code is the script's, and its open objects are closed. Python itself aborts here."""
     (tmp_path / "script.py").write_text(LEAVES_A_THREAD)
     (tmp_path / "elsewhere.py").write_text("import sys\nleft = open(sys.argv[1], 'w')\nleft.write('all of it')\n")
     codes = {"0": 0, "5": 5, "raises": 1}
@@ -202,10 +202,10 @@ def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path, lines_of: 
 
 
 def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
-    """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's.
+    """The attempt's folder has the first failing rank's number, exit code and kind of exception.
 
-    A later rank prints another error in a line, which has more than its headline, and nothing of the same. Each leaves
-    its error's digest.
+    A later rank prints another error in one line, which has more than its headline, and prints nothing for the same
+    error. Each leaves its error's digest.
     """
     (tmp_path / "script.py").write_text(
         "import os\nclass OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError(os.environ['SAID'])"
@@ -239,7 +239,7 @@ def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
 def test_a_lost_peer_is_known_by_class(
     error: Exception, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an attribute of this package's errors, by torch's class; gloo's errors alone have none of their own."""
+    """It is known by an attribute of this package's errors or by torch's class. Only gloo's errors have no class."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
@@ -248,7 +248,7 @@ def test_a_lost_peer_is_known_by_class(
 
 
 def test_a_repeated_error_is_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that raises another one's message has the same digest, whatever it puts before the message."""
+    """A rank that raises another one's message has the same digest, with any prefix before the message."""
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
@@ -260,7 +260,7 @@ def test_a_repeated_error_is_the_first_ones(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:
-    """Never in part, since who comes second may have the first one ended; what comes second changes nothing."""
+    """The file is never partial, since a second writer may get the first one killed. The second changes nothing."""
     file, text = tmp_path / FIRST_FAILURE, "told " * 5_000_000
     with ThreadPoolExecutor() as pool:
         first = pool.submit(worker.put_first, file, text)
@@ -273,7 +273,7 @@ def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_of_two_threads_is_there_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas on a TPU may be threads of one process; the second comes while the first ends its writing."""
+    """Replicas on a TPU may be threads of one process. The second comes while the first finishes its writing."""
     link, file, answers = os.link, tmp_path / FIRST_FAILURE, []
 
     def second_comes_too(own: Path, target: Path) -> None:
@@ -302,7 +302,7 @@ def test_the_first_failure_of_two_threads_is_there_as_a_whole(tmp_path: Path, mo
 def test_codes_as_the_system_sees_them(
     ends: str, code: int, said: str, tmp_path: Path, forked_alone: dict[str, str]
 ) -> None:
-    """Also of a copy of itself that a script makes, which is no rank; and other libraries lose other peers."""
+    """The same holds for a script's own fork, which is no rank. Lost peers of other libraries do not count."""
     (tmp_path / "ends.py").write_text(f"import os, sys, time, torch\n{ends}\n")
     launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "ends.py"]
     environment = {**os.environ, **forked_alone}

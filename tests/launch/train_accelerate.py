@@ -1,4 +1,4 @@
-"""A script for Accelerate itself, which knows nothing of this package; prints what ran as JSON."""
+"""A script for Accelerate itself that does not know this package; prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def main() -> None:
-    """Train six steps of eight samples; a first argument names the process group's backend."""
+    """Train six steps of eight samples. A first argument names the process group's backend."""
     handlers = [InitProcessGroupKwargs(backend=sys.argv[1])] if len(sys.argv) > 1 else []
     accelerator = Accelerator(kwargs_handlers=handlers)
     set_seed(0)

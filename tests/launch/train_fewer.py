@@ -1,4 +1,4 @@
-"""Trains two epochs of eight steps on eight samples each, whatever the number of processes; saves after each step."""
+"""Train two epochs of eight steps on eight samples each, for any number of processes. Save after each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCHS = 2
 
 
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The same everywhere."""
+    """Build the same everywhere."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -26,11 +26,11 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_sche
 
 
 def main(out: Path, pause: float) -> None:
-    """Write steps, learning rate and weights at the end; wait after step 3 while OUT/hold is there.
+    """Write steps, learning rate and weights at the end. Wait after step 3 while OUT/hold exists.
 
     Args:
         out: folder of the run.
-        pause: after each step, in seconds, until OUT/hurry is there.
+        pause: seconds of waiting after each step, until OUT/hurry exists.
     """
     project = ProjectConfiguration(out, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(project_config=project)

@@ -1,4 +1,4 @@
-"""Trains a small model at ZeRO-2, then at ZeRO-3; with `on`, goes on until it is stopped."""
+"""Train a small model at ZeRO-2, then at ZeRO-3. With `on`, continue until stopped."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SAMPLES = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
 
 
 def build_model() -> torch.nn.Module:
-    """The same on every process."""
+    """Build the same on every process."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
 
 
 def train(stage: int, *, go_on: bool) -> list[float]:
-    """Three steps of plain SGD on 8 samples each; the mean losses over all processes."""
+    """Take three steps of plain SGD on 8 samples each. Return the mean losses over all processes."""
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
-    patience = int(os.environ["PATIENCE"]) if go_on else 120  # by then they have met, and are as far as each other
+    patience = int(os.environ["PATIENCE"]) if go_on else 120  # by then they have met and are at the same point
     waits = InitProcessGroupKwargs(timeout=timedelta(seconds=patience))
     accelerator = Accelerator(config=config, kwargs_handlers=[waits])
     model = build_model()

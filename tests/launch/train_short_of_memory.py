@@ -1,8 +1,8 @@
-"""Trains while the last rank's memory does not suffice for batches above LIMIT; KIND LIMIT BATCH FROM FOLDER.
+"""Train while the last rank's memory does not suffice for batches above LIMIT: KIND LIMIT BATCH FROM FOLDER.
 
-KIND is how memory runs out, from step FROM on; by `ulimit` each step asks for memory in proportion to its batch, of
-which the system grants what LIMIT samples need. A checkpoint is saved after the first step. Then the same is trained
-once more in the same processes, with the micro-batch that sufficed and the accumulation that belongs to it.
+KIND is the kind of shortage, from step FROM on. With `ulimit`, each step requests memory in proportion to its batch,
+and the system grants enough for LIMIT samples. A checkpoint is saved after the first step. Then the same is trained
+once more in the same processes, with the sufficient micro-batch and its accumulation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLE = 2**27  # bytes
 
 
 def run_out(kind: str) -> None:
-    """Ask for what no machine has, or say what a GPU says."""
+    """Request more memory than any machine has, or raise a GPU's error."""
     if kind == "torch":
         torch.empty(1 << 47)
     elif kind == "ulimit":
@@ -36,13 +36,13 @@ def run_out(kind: str) -> None:
 
 
 def limit_memory(samples: int) -> None:
-    """From now on this process gets no more than it has and half as much again as so many samples need."""
+    """Limit this process to its present memory plus one and a half times the need of this number of samples."""
     taken = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * samples * SAMPLE // 2, resource.RLIM_INFINITY))
 
 
 def train(out: Path, kind: str, limit: int, size: int, asked: int, begins: int) -> tuple[int, list[float], list[float]]:
-    """Accumulation, the mean loss of each optimizer step, and sums of the last weights."""
+    """Return accumulation, the mean loss of each optimizer step, and sums of the last weights."""
     project = ProjectConfiguration(out, automatic_checkpoint_naming=True)
     accelerator = Accelerator(gradient_accumulation_steps=asked, project_config=project)
     torch.manual_seed(0)

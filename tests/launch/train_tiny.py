@@ -1,4 +1,4 @@
-"""A whole training script for the launch tests: placeholders, accumulation, clipping; prints what ran as JSON."""
+"""A complete training script for the launch tests: placeholders, accumulation, clipping; prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin import Accelerator, DummyOptim, DummyScheduler, set_seed
 
 
 def main() -> None:
-    """Train six batches; a first argument names the configuration in code."""
+    """Train six batches. A first argument names the configuration in code."""
     accelerator = Accelerator(config=sys.argv[1]) if len(sys.argv) > 1 else Accelerator()
     set_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))

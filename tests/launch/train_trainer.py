@@ -1,4 +1,4 @@
-"""A script for transformers' Trainer, which knows nothing of this package: a tiny GPT-2; prints what ran as JSON."""
+"""A script for transformers' Trainer, without this package: a tiny GPT-2; prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def main() -> None:
-    """Train six steps of eight sequences; further arguments are `name=number` for TrainingArguments."""
+    """Train six steps of eight sequences. Further arguments are `name=number` for TrainingArguments."""
     given = {name: json.loads(value) for name, value in (argument.split("=") for argument in sys.argv[1:])}
     arguments = TrainingArguments(
         output_dir="trained",

@@ -1,4 +1,4 @@
-"""The parity cases: what one training run is asked to do, shared by the worker and the reference."""
+"""The parity cases: the features of one training run, shared by the worker and the reference."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Case:
 
     Attributes:
         accumulation: micro-batches per step.
-        style: how the loop tells its micro-batches: `accumulate`, or by hand with a step after each (`every`) or after
+        style: how the loop marks its micro-batches: `accumulate`, or by hand with a step after each (`every`) or after
             each window (`window`).
         batches: global micro-batches per epoch (of 8 samples over all processes).
-        data: `map`, `stream` (an iterable data set without a length), or `sampler` (a batch sampler of the user's own).
+        data: `map`, `stream` (an iterable dataset without a length), or `sampler` (a batch sampler of the user's own).
         clip: `clip_grad_norm_` with this number in the loop.
         config_clip: `gradient_clipping` in the configuration.
-        drop: the first backward of every third window is thrown away with zero_grad and computed again.
+        drop: whether zero_grad drops the first backward of every third window, which runs again.
         optimizer: type and arguments.
         schedule: type and arguments of a config section; None for a LambdaLR in code (only with real optimizers).
         placeholders: DummyOptim and DummyScheduler instead of real objects; the sections are in the configuration.
-        groups: two parameter groups, the second with half the learning rate and no weight decay.
-        branch: a layer that takes part in every second micro-batch only.
-        precision: of computation.
+        groups: whether there are two parameter groups, the second with half the learning rate and no weight decay.
+        branch: whether a layer takes part in every second micro-batch only.
+        precision: the compute dtype.
         fp16: the section's keys.
-        poison: the loss of every fourth window, from the third, is infinite, so that its step is skipped.
+        poison: whether the loss of every fourth window, from the third, is infinite, to skip its step.
     """
 
     accumulation: int = 1
@@ -52,7 +52,7 @@ class Case:
     poison: bool = False
 
     def poisons(self, window: int) -> bool:
-        """Whether the `window`-th window of the run, counted from 0, is to be skipped."""
+        """Return whether the `window`-th window of the run, counted from 0, is to be skipped."""
         return self.poison and window % 4 == 2
 
 
@@ -129,7 +129,7 @@ for _name, _arguments in _OPTIMIZERS.items():
         schedule=("WarmupLR", {**_WARMUP, "warmup_max_lr": _arguments["lr"], "warmup_type": "linear"}),
     )
 
-# How each path is configured: processes, and the training configuration beside the case's own.
+# Each path's configuration: processes, and the training configuration in addition to the case's own.
 _ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 _NVME_OPTIMIZER = {
     **_ZERO3,
@@ -165,10 +165,10 @@ PATHS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# The cases that each path runs daily; `make campaign` runs the rest. Stage 2 has all but optimizers and schedules, each
-# of which runs on another stage. On other paths those run which reach code of their own: optimizers and schedules are
-# built once for plain torch and once for the engine, and windows, clipping, dropped and skipped steps are each stage's.
-# A case that was drawn for a path always runs on it.
+# The cases that each path runs daily; `make campaign` runs the rest. Stage 2 runs all cases except optimizers and
+# schedules. Each of these runs on another stage. Other paths run the cases that reach their own code. Optimizers and
+# schedules are built once for plain torch and once for the engine. Windows, clipping, dropped and skipped steps belong
+# to each stage. A case that was drawn for a path always runs on it.
 DAILY: dict[str, tuple[str, ...]] = {
     "single": (
         *("accumulate-short-window", "groups", "config-clip", "fp16", "fp16-skipped"),
@@ -218,17 +218,17 @@ WITHOUT_CHECKS_DAILY_PATHS = ("ddp", "zero3")
 
 
 def is_daily(path: str, name: str) -> bool:
-    """Whether a case runs daily on a path of `DAILY`."""
+    """Return whether a case runs daily on a path of `DAILY`."""
     return name in DAILY[path] or name in PAIRWISE
 
 
 def width_for(path: str) -> int:
-    """Hidden width: tensors below 1 MiB per process never go to NVMe, so that path needs a wide layer."""
+    """Return the hidden size: tensors below 1 MiB per process never go to NVMe, so its path needs a wide layer."""
     return 1024 if "nvme" in path else 24
 
 
 def case_for(path: str, name: str) -> Case:
-    """The case as it runs on a path: the wide layer wants small learning rates, or training is chaotic."""
+    """Return the case for a path. The wide layer wants small learning rates; otherwise training is chaotic."""
     case = PAIRWISE[name][1] if name in PAIRWISE else CASES[name]
     if "nvme" not in path:
         return case
@@ -244,7 +244,7 @@ def case_for(path: str, name: str) -> Case:
 
 
 def cases_for(path: str, device: str) -> list[str]:
-    """The cases that run on a path."""
+    """List the cases that run on a path."""
     optimizers = [name for name in CASES if name.startswith(("real-", "placeholder-"))]
     if path == "zero3-nvme":
         return [
@@ -266,9 +266,9 @@ def cases_for(path: str, device: str) -> list[str]:
             "skipped",
             "bf16",
         ]
-    if path == "zero3-cpu-optimizer":  # beside zero3-cpu
+    if path == "zero3-cpu-optimizer":  # next to zero3-cpu
         return [*optimizers, "accumulate-short-window", "dropped-accumulating-by-hand", "skipped", "bf16"]
-    if path.endswith("nvme-optimizer"):  # beside zero3-nvme
+    if path.endswith("nvme-optimizer"):  # next to zero3-nvme
         return ["real-Adam", "placeholder-AdamW", "accumulate-short-window", "skipped", "bf16"]
     names = [*CASES, *(name for name, (where, _) in PAIRWISE.items() if where == path)]
     if path == "ddp":
@@ -277,7 +277,7 @@ def cases_for(path: str, device: str) -> list[str]:
 
 
 def runs_on(path: str, device: str, precision: str) -> bool:
-    """DeepSpeed has no fp16 on CPUs."""
+    """Return whether the path can run the case. DeepSpeed has no fp16 on CPUs."""
     return not (precision == "fp16" and device == "cpu" and path.startswith("zero"))
 
 
@@ -300,12 +300,12 @@ Row = tuple[Any, ...]
 
 
 def pairs_of(row: Row) -> set[tuple[int, Any, int, Any]]:
-    """The pairs of choices that a row makes."""
+    """Return the pairs of choices that a row makes."""
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
 
 
 def every_pair() -> set[tuple[int, Any, int, Any]]:
-    """All that can run on a CPU."""
+    """Return all pairs that can run on a CPU."""
     levels = list(FACTORS.values())
     pairs = {
         (i, a, j, b)
@@ -316,7 +316,7 @@ def every_pair() -> set[tuple[int, Any, int, Any]]:
 
 
 def cover_pairs() -> list[Row]:
-    """Few rows that hold every pair: again and again the one of 300 drawn that holds most of those not held yet."""
+    """Find few rows that hold every pair: repeatedly take the best of 300 drawn rows by new pairs."""
     draw, missing, rows = random.Random(0), every_pair(), []
     while missing:
         drawn = [tuple(draw.choice(levels) for levels in FACTORS.values()) for _ in range(300)]
@@ -336,7 +336,7 @@ def _case_of(row: Row) -> Case:
         style=style,
         batches=10,
         data=data,
-        # With a large eps Adam's step depends on the size of the gradients, and their 16-bit noise not on its sign.
+        # With a large eps Adam's step depends on the gradients' size, so 16-bit noise cannot flip its sign.
         optimizer=("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
         clip=0.3 if clip == "code" else None,
         config_clip=0.3 if clip == "config" else None,

@@ -1,4 +1,4 @@
-"""Makes the suite's modules importable by their names, here and in the worker processes."""
+"""Make the suite's modules importable by their names, here and in the worker processes."""
 
 from __future__ import annotations
 

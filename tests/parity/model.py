@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 
 class Net(nn.Module):
-    """A small regressor; `branch` takes part in the odd micro-batches only."""
+    """A small regressor. `branch` takes part in the odd micro-batches only."""
 
     def __init__(self, width: int, branch: bool) -> None:
         super().__init__()
@@ -22,22 +22,22 @@ class Net(nn.Module):
         self.out = nn.Linear(width, OUTPUTS)
 
     def forward(self, x: Tensor, use_branch: bool) -> Tensor:
-        """Predictions, [batch, OUTPUTS]."""
+        """Return predictions, [batch, OUTPUTS]."""
         x = self.norm(torch.tanh(self.embed(x)))
-        x = x + nn.functional.silu(self.hidden(x))  # smooth: at a kink, rounding would say which gradient
+        x = x + nn.functional.silu(self.hidden(x))  # smooth: at a kink, rounding would decide the gradient
         if self.branch is not None and use_branch:
             x = x + torch.tanh(self.branch(x))
         return self.out(x)
 
 
 def make_model(width: int, branch: bool) -> Net:
-    """The same weights on every process and in the reference."""
+    """Build the same weights on every process and in the reference."""
     torch.manual_seed(7)
     return Net(width, branch)
 
 
 def make_data(samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs [samples, FEATURES] and targets [samples, OUTPUTS]."""
+    """Return inputs [samples, FEATURES] and targets [samples, OUTPUTS]."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(SAMPLES, FEATURES, generator=generator)
     y = torch.sin(2 * x[:, :OUTPUTS]) + 0.1 * torch.randn(SAMPLES, OUTPUTS, generator=generator)
@@ -45,7 +45,7 @@ def make_data(samples: int) -> tuple[Tensor, Tensor]:
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The same samples as a stream that does not know its length."""
+    """The same samples as a stream without a length."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -55,7 +55,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def make_loader(samples: int, data: str, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
-    """The loader of a case: the samples in order."""
+    """Build the loader of a case: the samples in order."""
     x, y = make_data(samples)
     if data == "stream":
         return DataLoader(Stream(x, y), batch_size=batch_size)
@@ -66,7 +66,7 @@ def make_loader(samples: int, data: str, batch_size: int) -> DataLoader[tuple[Te
 
 
 def parameter_groups(model: nn.Module, lr: float, grouped: bool) -> list[dict[str, object]]:
-    """One group, or weights and the rest with half the learning rate and no weight decay."""
+    """Return one group, or two: weights, and the rest with half the learning rate and no weight decay."""
     if not grouped:
         return [{"params": list(model.parameters())}]
     weights = [p for p in model.parameters() if p.ndim > 1]
@@ -75,5 +75,5 @@ def parameter_groups(model: nn.Module, lr: float, grouped: bool) -> list[dict[st
 
 
 def code_schedule(step: int) -> float:
-    """The LambdaLR of the cases without a section."""
+    """Build the LambdaLR of the cases without a section."""
     return min(1.0, (step + 1) / 3) * 0.95**step

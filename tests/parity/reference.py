@@ -21,7 +21,7 @@ class PlainLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One update."""
+        """Update once."""
         for group in self.param_groups:
             for p in group["params"]:
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
@@ -32,13 +32,13 @@ class PlainLion(torch.optim.Optimizer):
 
 
 def run_reference(path: str, case: Case, device: str) -> dict[str, Any]:
-    """Losses and applied learning rates by step, the norms, and the final weights of plain torch on `device`."""
+    """Return losses and applied learning rates by step, the norms, and the final weights of plain torch on `device`."""
     model = make_model(width_for(path), case.branch).to(device)
     name, arguments = case.optimizer
     kind = PlainLion if name == "Lion" else getattr(torch.optim, name)
     compute: Net = model
     if case.precision != "no" and path.startswith("zero"):
-        # ZeRO's regime: 16-bit weights, gradients and forward; fp32 masters that start from the 16-bit weights.
+        # ZeRO's regime: 16-bit weights, gradients and forward; fp32 master weights that start from the 16-bit weights.
         compute = make_model(width_for(path), case.branch).to(device, HALF[case.precision])
         with torch.no_grad():
             for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
@@ -67,8 +67,8 @@ def run_reference(path: str, case: Case, device: str) -> dict[str, Any]:
                         p.grad = None
             windows += 1
             for p, g in zip(model.parameters(), gradients, strict=True):
-                # A parameter that sits the window out is left alone by torch; in ZeRO's flat partitions it has a zero
-                # gradient, so that weight decay and momentum go on.
+                # torch leaves a parameter without a gradient in this window alone. In ZeRO's flat partitions its
+                # gradient is zero, so weight decay and momentum continue.
                 p.grad = torch.zeros_like(p) if g is None and path.startswith("zero") else g
             skipped = any(p.grad is not None and not p.grad.isfinite().all() for p in model.parameters())
             limit = case.clip if case.clip is not None else case.config_clip
@@ -76,7 +76,7 @@ def run_reference(path: str, case: Case, device: str) -> dict[str, Any]:
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
                 if case.clip is not None:
                     result["norms"].append(float("inf") if skipped else norm)
-            with patch("deepspeed.comm.get_rank", return_value=1):  # where it logs nothing
+            with patch("deepspeed.comm.get_rank", return_value=1):  # the folder where it logs nothing
                 scaler.update_scale(skipped)
             result["scales"].append(scaler.cur_scale)
             if skipped:
@@ -104,7 +104,7 @@ def _loss(compute: Net, x: Tensor, y: Tensor, i: int, case: Case, path: str, cri
 
 
 def _scaler(case: Case) -> Any:
-    """DeepSpeed's own class is what the section means."""
+    """Build the scaler: DeepSpeed's own class is the meaning of the section."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
     if case.precision != "fp16":
@@ -117,7 +117,7 @@ def _scaler(case: Case) -> Any:
 def _schedule(case: Case, optimizer: torch.optim.Optimizer) -> Any:
     if case.schedule is None:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, code_schedule)
-    # DeepSpeed's own classes, stepped as its engine does, are what a section means.
+    # Sections mean DeepSpeed's own classes, stepped as its engine does.
     from deepspeed.runtime import lr_schedules
 
     name, arguments = case.schedule

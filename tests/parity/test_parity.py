@@ -48,7 +48,7 @@ def results(
     tmp_path_factory: pytest.TempPathFactory,
     run_processes: Callable[..., list[str]],
 ) -> Callable[[str, str], Path]:
-    """Folder of one path's results on one device; its processes run once, for all cases that are to be compared."""
+    """Return the folder of one path's results on one device. Its processes run once, for all chosen cases."""
     if "offload_optimizer" in PATHS[request.node.callspec.params["path"]][1].get("zero_optimization", {}):
         request.getfixturevalue("built_ops")
 
@@ -140,7 +140,7 @@ def test_guards_change_no_number(device: str, path: str, name: str, results: Cal
 
 
 def _chosen_cases(request: pytest.FixtureRequest, device: str, path: str) -> list[str]:
-    """The cases of a path that the session asks for by name; all, where it asks for `test_path_runs` alone."""
+    """Return the cases of a path that the session selects by name, or all if it selects `test_path_runs` alone."""
     items = request.session.items if request.config.getoption("--unpooled") is None else [request.node]
     asked = [(item, getattr(item, "callspec", None)) for item in items if item.path == Path(__file__)]
     here = [

@@ -1,4 +1,4 @@
-"""Runs parity cases on one path through zero_plugin: STORE RANK WORLD DEVICE PATH CASES OUTPUT NVME."""
+"""Run parity cases on one path through zero_plugin: STORE RANK WORLD DEVICE PATH CASES OUTPUT NVME."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_plugin.strategies.torch_optimizers import Lion
 
 
 def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]:
-    """The DeepSpeed configuration of a case on a path."""
+    """Return the DeepSpeed configuration of a case on a path."""
     config = json.loads(json.dumps(training).replace("NVME", nvme))
     config["gradient_accumulation_steps"] = case.accumulation
     if case.precision == "bf16":
@@ -44,14 +44,14 @@ def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]
 
 
 def make_real_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The torch optimizer of a case without placeholders."""
+    """Build the torch optimizer of a case without placeholders."""
     name, arguments = case.optimizer
     kind = Lion if name == "Lion" else getattr(torch.optim, name)
     return kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
 
 
 def run(device: str, path: str, case: Case, nvme: str, checks: str) -> dict[str, Any]:
-    """Losses and applied learning rates by step, the norms, and the final weights."""
+    """Return losses and applied learning rates by step, the norms, and the final weights."""
     training = PATHS[path][1]
     world, zero = dist.get_world_size(), bool(training)
     config: Any = {"deepspeed_config": config_of(case, training, nvme), "scheduler_counts": "steps"}
@@ -109,7 +109,7 @@ def run(device: str, path: str, case: Case, nvme: str, checks: str) -> dict[str,
                     optimizer.zero_grad()
             elif case.style == "window":
                 micro_batch()
-                optimizer.acted = False  # there is no call of step() in every micro-batch
+                optimizer.acted = False  # the loop does not call step() in every micro-batch
                 if (i + 1) % case.accumulation == 0 or i + 1 == case.batches:
                     if case.clip is not None:
                         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), case.clip)))
@@ -135,12 +135,12 @@ def main() -> None:
     """Run every case in one group of processes."""
     store, rank, world, device, path, cases, output, nvme = sys.argv[1:9]
     torch.manual_seed(0)
-    # NCCL takes one process for each GPU; who share one do so over gloo.
+    # NCCL takes one process per GPU. Processes that share a GPU use gloo.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     with process_group(store, rank, world, backend=backend):
         for name in cases.split(","):
             gc.collect()
-            gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
+            gc.freeze()  # otherwise every end_training() walks all objects that imports have created so far: 0.2 s
             enter_context(f"{name} on {device} {path}")
             try:
                 case = case_for(path, name.removesuffix(WITHOUT_CHECKS))

@@ -1,7 +1,7 @@
-"""Measures the live tensors of real training: STORE RANK WORLD CASES FOLDER; CASES is JSON, name -> case.
+"""Measure the live tensors of real training: STORE RANK WORLD CASES FOLDER; CASES is JSON, name -> case.
 
-Each process writes `rank-R.json`: name -> what its parameters are, the bytes that are alive between two steps and at
-the end of a window, by what they are, the bytes of its NVMe files, and the most that was allocated in each phase.
+Each process writes `rank-R.json`. For each name it has the parameters' facts, the bytes alive between two steps and at
+the end of a window by kind, the bytes of its NVMe files, and each phase's peak allocation.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 def accelerator_of(case: dict[str, Any], folder: Path) -> Accelerator:
-    """As the case's setup says."""
+    """Create the accelerator for the case's setup."""
     world = dist.get_world_size()
     common = {"use_cpu": True, "mixed_precision": case["precision"]}
     if case["stage"] is None:
@@ -95,7 +95,7 @@ def accelerator_of(case: dict[str, Any], folder: Path) -> Accelerator:
 
 
 def alive(model: Any, optimizer: Any) -> dict[str, int]:
-    """Bytes by what they are; what nothing below knows is `other`."""
+    """Return bytes by kind. Tensors of no known kind are `other`."""
     gc.collect()
     session = optimizer.session
     engine = getattr(session, "engine", None)
@@ -132,7 +132,7 @@ def alive(model: Any, optimizer: Any) -> dict[str, int]:
 
 
 def flattened(value: Any) -> list[Any]:
-    """The leaves of dictionaries and lists."""
+    """Return the leaves of dictionaries and lists."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -142,7 +142,7 @@ def flattened(value: Any) -> list[Any]:
 
 
 def all_tensors() -> Iterator[Tensor]:
-    """All that Python knows, but for what belongs to the exchange between the processes."""
+    """Return all tensors that Python knows, without those of the exchange between processes."""
     for found in gc.get_objects():
         if not issubclass(type(found), Tensor) or type(found).__name__ == "FakeTensor" or found.is_meta:
             continue
@@ -151,7 +151,7 @@ def all_tensors() -> Iterator[Tensor]:
 
 
 def peaks_of(profiled: Any, phases: Iterable[str]) -> dict[str, int]:
-    """The most bytes that were allocated at once in the last stretch of each name, of all that was allocated inside."""
+    """Return each name's peak of simultaneously allocated bytes in its last stretch, of all allocations inside."""
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     stretches = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in phases}
     peaks, now = dict.fromkeys(stretches, 0), 0
@@ -167,7 +167,7 @@ def peaks_of(profiled: Any, phases: Iterable[str]) -> dict[str, int]:
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train two windows of the case."""
     gc.collect()
-    gc.freeze()  # what is there before is not counted, and not walked again
+    gc.freeze()  # earlier objects are not counted, and not walked again
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if case["peaks"] else nullcontext()
     accelerator = accelerator_of(case, folder)
     try:
@@ -182,7 +182,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train(accelerator: Accelerator, case: dict[str, Any]) -> dict[str, Any]:
-    """What is alive at the end of the second window and after its step."""
+    """Train, and return the bytes alive at the end of the second window and after its step."""
     torch.manual_seed(0)
     net = Net(case["width"], case["layers"])
     if case["frozen"]:
@@ -203,7 +203,7 @@ def train(accelerator: Accelerator, case: dict[str, Any]) -> dict[str, Any]:
             at_end = alive(model, optimizer)
         with record_function("step"):
             optimizer.step()
-        if not window or not case["gradient_views"]:  # the buckets are seen through the gradients in them
+        if not window or not case["gradient_views"]:  # the buckets are visible through the gradients in them
             optimizer.zero_grad()
     between = alive(model, optimizer)
     wrapper = getattr(getattr(optimizer.session, "engine", None), "optimizer", None)
@@ -212,7 +212,7 @@ def train(accelerator: Accelerator, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def watch_gathering(optimizer: Any) -> list[int]:
-    """The elements that stage 3 has gathered, from now on, at each module."""
+    """Record from now on, at each module, the elements that stage 3 has gathered."""
     counts = [0]
     wrapper = getattr(getattr(optimizer.session, "engine", None), "optimizer", None)
     if hasattr(wrapper, "parameter_offload"):

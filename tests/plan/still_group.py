@@ -1,8 +1,8 @@
-"""Processes that exchange tensors without another thread ever holding one, so that what is allocated can be counted.
+"""Processes that exchange tensors without another thread ever holding one, so allocations can be counted.
 
 torch's profiler counts an allocation in the thread that makes it and a release in the thread that drops the last
-reference. Where that is one of gloo's threads, a little after the wait for it has ended, the release is not counted,
-and the tensor seems to stay for good.
+reference. If that thread is gloo's, shortly after the wait for it has ended, the release is not counted, and the tensor
+seems to stay forever.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _addresses: set[int] = set()
 
 
 class StillGroup(dist.ProcessGroup):
-    """What gloo gets, and changes in place, are copies in memory that torch has not allocated.
+    """A group in which gloo gets, and changes in place, copies in memory that torch has not allocated.
 
-    Every operation that is used is defined here: the base class' would hold Python's lock while it waits for gloo's,
-    and the thread of gloo's that has this one may wait for Python's.
+    Every used operation is defined here. The base class's would hold Python's lock while it waits for gloo's lock.
+    gloo's thread with that lock may wait for Python's.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
@@ -70,7 +70,7 @@ class StillGroup(dist.ProcessGroup):
         return done([output])
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """All parts, as the sum to which each process gives its own, and zeros for the others'."""
+        """Return all parts as a sum: each process adds its own part and zeros for the others."""
         staged = staging(part.nbytes * self.size(), torch.uint8).zero_()
         typed = staged.view(part.dtype)
         typed.chunk(self.size())[self.rank()].copy_(part.flatten())
@@ -79,25 +79,25 @@ class StillGroup(dist.ProcessGroup):
 
 
 def staging(size: int, dtype: torch.dtype) -> Tensor:
-    """So many bytes that torch's allocator does not know of, each time the same ones."""
+    """Return this number of bytes outside torch's allocator, the same ones each time."""
     return _memory(size)[:size].view(dtype)
 
 
 @functools.cache
 def _memory(size: int) -> Tensor:
-    """One byte for nothing, since there is no empty buffer."""
+    """Return one byte for zero, since an empty buffer does not exist."""
     found = torch.frombuffer(bytearray(size or 1), dtype=torch.uint8)
     _addresses.add(found.untyped_storage().data_ptr())
     return found
 
 
 def is_staging(tensor: Tensor) -> bool:
-    """Whether it is of the memory that gloo gets."""
+    """Return whether the tensor is in gloo's memory."""
     return tensor.untyped_storage().data_ptr() in _addresses
 
 
 def done(results: list[Tensor]) -> dist.Work:
-    """Work that has been done, of which DDP reads the results."""
+    """Return finished work, whose results DDP reads."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(results)
     return _create_work_from_future(future)

@@ -1,4 +1,4 @@
-"""Traced activations are what a real run keeps for its backward."""
+"""Traced activations are those that a real run keeps for its backward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Residual(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Returns its loss, as a model does that is trained by this package."""
+    """A model that returns its loss, as this package trains it."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0
 ATTENDING = {"gpt2": _gpt2, "bert": _bert, "t5": _t5, "llama": _llama, "mixture": _mixture}
 MODELS = {"perceptron": _perceptron, "convolutions": _convolutions, **ATTENDING}
 CAMPAIGN = pytest.mark.campaign
-LIKE = ("perceptron", "gpt2", "bert")  # their layers are all in others of these
+LIKE = ("perceptron", "gpt2", "bert")  # others of these cases contain all their layers
 
 
 def _language(kind: Callable[[Any], nn.Module], config: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -118,7 +118,7 @@ def _language(kind: Callable[[Any], nn.Module], config: Any) -> tuple[nn.Module,
 
 
 def _forward(model: nn.Module, inputs: dict[str, Any], regime: str) -> Any:
-    """As this package runs it: 16-bit weights and inputs, or autocast; outputs in fp32."""
+    """Run the forward as this package does: 16-bit weights and inputs, or autocast; outputs in fp32."""
     if regime == "bf16":
         model.bfloat16()
         inputs = map_leaves(lambda t: t.bfloat16() if t.is_floating_point() else t, inputs)
@@ -138,7 +138,7 @@ def _checkpoint_blocks(model: nn.Module, given: list[Any]) -> None:
 
 
 def _saved_bytes(model: nn.Module, inputs: dict[str, Any], regime: str, checkpointed: bool) -> tuple[int, set[str]]:
-    """Storages that autograd saved, that checkpoints hold, of inputs and outputs, less parameters; and the graph."""
+    """Count the storages of autograd, checkpoints, inputs and outputs without parameters; return the graph too."""
     kept: weakref.WeakSet[Any] = weakref.WeakSet()
     given: list[Any] = []
 
@@ -172,17 +172,17 @@ def _nodes(root: Any) -> Iterator[str]:
 
 @pytest.fixture
 def cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast as it is on a CPU, which leaves some functions in 16 bits that a GPU runs in fp32."""
+    """Trace autocast as on a CPU, which leaves some functions in 16 bits that a GPU runs in fp32."""
     monkeypatch.setattr(live_bytes, "_WIDE", frozenset())
 
 
 @pytest.mark.usefixtures("cpu_autocast")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=CAMPAIGN) if name in LIKE else name for name in MODELS])
 def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
-    """Within 5 % of what autograd's hooks see on a CPU, in each way this package computes, with every block
-    checkpointed and without; attention ran fused there.
+    """They are within 5 % of autograd's hooks on a CPU, in each compute mode, with and without checkpointed blocks.
 
-    The models drop nothing: the CPU keeps other masks than a GPU, and has no fused attention with dropout.
+    Attention runs fused there. The models drop nothing: the CPU keeps other masks than a GPU, and has no fused
+    attention with dropout.
     """
     model, inputs = MODELS[name]()
     narrow = trace_activations(model, inputs, "bf16")
@@ -203,7 +203,7 @@ def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
 
 
 def test_masks_of_older_transformers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4.57 finds packed samples in every forward without a mask, and makes a mask of `tokens²` for what is none."""
+    """4.57 finds packed samples in every forward without a mask, and builds a mask of `tokens²` for no padding."""
     from transformers import masking_utils
 
     def find(position_ids: Tensor) -> Tensor:
@@ -235,9 +235,9 @@ class Recurrent(nn.Module):
     ],
 )
 def test_recurrent_layers_keep_their_workspace(kind: type[nn.RNNBase], settings: dict[str, Any]) -> None:
-    """As on a CPU within 5 %: an LSTM in fp32 is one kernel there with a workspace, all others are many operations.
+    """Within 5 % on a CPU: there an LSTM in fp32 is one kernel with a workspace, and all others are many operations.
 
-    A processor with instructions for bf16 has one kernel for an LSTM in it too, which keeps less than is counted.
+    A processor with instructions for bf16 also has one kernel for a bf16 LSTM, which keeps less than is counted.
     """
     for regime, precision in (("fp32", "no"), ("bf16", "bf16")):
         inputs = {"rows": torch.randn(BATCH, 8, 48)}
@@ -250,9 +250,9 @@ def test_recurrent_layers_keep_their_workspace(kind: type[nn.RNNBase], settings:
 
 
 def test_a_bias_with_a_gradient_is_fused_on_a_gpu_alone() -> None:
-    """T5's first attention of each stack: a CPU has no fused kernel for it and keeps its scores, three times in fp32.
+    """The first attention of each T5 stack has no fused kernel on a CPU, which keeps its scores, three times in fp32.
 
-    So a run there keeps up to 40 % more than on a GPU, whose kernel takes such a bias.
+    So a run there keeps up to 40 % more than on a GPU, whose kernel takes this bias.
     """
     model, inputs = _t5()
     for parameter in model.parameters():
@@ -267,7 +267,7 @@ def test_a_bias_with_a_gradient_is_fused_on_a_gpu_alone() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["convolutions", "llama"])
 def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
-    """Saved bytes and working space together are the most that is alive on a CPU in both passes, within 3 %."""
+    """Saved bytes plus working space equal the most that is alive on a CPU in both passes, within 3 %."""
     model, inputs = MODELS[name]()
     found = trace_activations(model, inputs, "bf16")
     if checkpointed:
@@ -282,14 +282,14 @@ def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
 
 
 class Elsewhere(save_on_cpu):
-    """Torch's own; a tape sees of it what comes back alone, in memory of its own as on a GPU.
+    """torch's own context, for which a tape sees only the returned tensors, in their own memory as on a GPU.
 
     Attributes:
-        taken: of each tensor that it took, the storage in CPU memory.
+        taken: for each tensor that was taken, its storage in CPU memory.
     """
 
     def __init__(self) -> None:
-        super().__init__(pin_memory=True)  # else it copies nothing on a CPU
+        super().__init__(pin_memory=True)  # otherwise it copies nothing on a CPU
         self.taken: list[weakref.ref[Any]] = []
         take = self.pack_hook
 
@@ -315,7 +315,7 @@ class Under(nn.Module):
 
 
 def _measure(model: nn.Module, inputs: dict[str, Any], moving: Elsewhere | None = None) -> tuple[int, int, int]:
-    """Bytes of a step in bf16: at the end of its forward, at its peak, and those in CPU memory after the forward."""
+    """Measure a step's bytes in bf16: after its forward, at its peak, and in CPU memory after the forward."""
     model.bfloat16()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
@@ -350,7 +350,7 @@ def _saving_llama(*ways: str) -> tuple[Any, dict[str, Any]]:
 
 
 class Calling(nn.Module):
-    """Runs its blocks as loops of one's own do, which put `checkpoint` around the call of a block."""
+    """A model with a custom loop over its blocks that puts `checkpoint` around a block's call."""
 
     def __init__(self, *, every: int) -> None:
         super().__init__()
@@ -368,14 +368,14 @@ class Calling(nn.Module):
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_blocks_within_checkpoints_are_checkpointed(every: int) -> None:
-    """All of them, every second and every third: what a real run keeps, at its peak too, within 1 %."""
+    """With all blocks, every second or every third, the bytes equal a real run's, at its peak too, within 1 %."""
     inputs = {"inputs": torch.randn(512, 64)}
     found = trace_activations(Calling(every=every), inputs, "bf16")
     saved, space, *_ = found.at(512, checkpointing=False)
     assert (saved, saved + space) == pytest.approx(_measure(Calling(every=every), inputs)[:2], rel=0.01)
 
 
-# Daily all ways together; each less in the campaign.
+# Daily all variants together; each smaller group in the campaign.
 WAYS = [
     pytest.param(("MLPs in chunks",), marks=CAMPAIGN),
     pytest.param(("checkpoints", "MLPs in chunks"), marks=CAMPAIGN),
@@ -385,15 +385,16 @@ WAYS = [
 
 @pytest.mark.parametrize("ways", WAYS, ids="+".join)
 def test_what_a_model_saves_by_itself_is_seen(ways: tuple[str, ...]) -> None:
-    """MLPs and losses in chunks, and checkpointed blocks, keep what a real run keeps, at its peak too, within 1 %."""
+    """MLPs and losses in chunks, and checkpointed blocks, keep a real run's bytes, at its peak too, within 1 %."""
     found = trace_activations(*_saving_llama(*ways), "bf16")
     assert _traced(found) == pytest.approx(_measure(*_saving_llama(*ways)), rel=0.01)
 
 
 @pytest.mark.parametrize("ways", [(), *WAYS], ids="+".join)
 def test_what_save_on_cpu_takes_is_in_cpu_memory(ways: tuple[str, ...]) -> None:
-    """A model that enters it has on the device and in CPU memory what a real run has there, within 1 %: every tensor
-    as often as it is saved, weights too, and back on the device as the backward needs it.
+    """The bytes on the device and in CPU memory equal a real run's within 1 %.
+
+    Each tensor counts as often as it is saved, weights too, and is back on the device when the backward needs it.
     """
     model, inputs = _saving_llama(*ways)
     found = trace_activations(Under(model, save_on_cpu()), inputs, "bf16")
@@ -407,7 +408,7 @@ def test_what_save_on_cpu_takes_is_in_cpu_memory(ways: tuple[str, ...]) -> None:
 
 
 def test_changes_of_a_model_are_what_they_save() -> None:
-    """What is advised keeps what a run does that follows the advice, within 1 %; the model stays as it is."""
+    """Suggested changes keep the bytes of a run with these changes, within 1 %. The model stays unchanged."""
     model, inputs = _llama()
     attributes = [dict(vars(module)) for module in model.modules()]
     found = trace_changes(model, lambda: trace_activations(model, inputs, "bf16"))
@@ -427,7 +428,7 @@ def test_changes_of_a_model_are_what_they_save() -> None:
 
 
 def test_changes_that_a_model_does_not_take_are_left_out() -> None:
-    """Experts, MLPs in chunks already, and a model without blocks."""
+    """Experts, MLPs in chunks already, and a model without blocks are examples."""
     for model, inputs in (_mixture(), _saving_llama("MLPs in chunks"), _perceptron()):
         found = trace_changes(model, lambda: trace_activations(model, inputs, "no"))  # noqa: B023
         assert [what.split()[0] for what in found] == ["activation"]
@@ -436,7 +437,10 @@ def test_changes_that_a_model_does_not_take_are_left_out() -> None:
 
 
 def test_operations_are_counted() -> None:
-    """Two per multiplication and addition of matrices, convolutions and attention; a causal one computes half."""
+    """Matrices, convolutions and attention count two per multiplication and addition.
+
+    Causal attention computes half.
+    """
 
     class Attending(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -451,12 +455,12 @@ def test_operations_are_counted() -> None:
 
 
 def test_dropout_keeps_what_a_gpu_keeps() -> None:
-    """One byte per element, and nothing of the attention that is dropped, in modules of torch's own too."""
+    """It keeps one byte per element and nothing of dropped attention, in torch's own modules too."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
     still = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     rows = torch.zeros(2, 64, 32)
     dropped, kept = (trace_activations(module, rows, "no").saved.per_sample for module in (layer, still))
-    masks, activation = 32 + 64 + 32, 4 * 64  # the activation is kept as it was and as what is left of it
+    masks, activation = 32 + 64 + 32, 4 * 64  # the activation is kept before and after dropout
     assert dropped - kept == 64 * (masks + activation)
 
     class Functional(nn.Module):
@@ -473,7 +477,7 @@ def test_dropout_keeps_what_a_gpu_keeps() -> None:
 
 
 class Attending(nn.Module):
-    """Attention with its queries laid out in memory as `layout` says, and joined heads behind it."""
+    """Attention whose queries have the memory layout `layout`, followed by joined heads."""
 
     def __init__(self, layout: str, key_heads: int) -> None:
         super().__init__()
@@ -482,7 +486,7 @@ class Attending(nn.Module):
 
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
         query, key = (layer(rows).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key))
-        if self.layout == "heads first":  # as where a part of each head is rotated, and the parts are joined
+        if self.layout == "heads first":  # part of each head is rotated, and the parts are joined
             query = torch.cat([query[..., :4], query[..., 4:]], -1)
         attended = F.scaled_dot_product_attention(query, key, key, is_causal=True)
         return {"loss": self.out(attended.transpose(1, 2).flatten(2)).square().sum()}
@@ -490,7 +494,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize(("layout", "key_heads"), [("tokens first", 4), ("heads first", 4), ("tokens first", 1)])
 def test_attention_is_laid_out_as_its_queries(layout: str, key_heads: int) -> None:
-    """So that joining its heads costs a copy, or none; no fused kernel takes fewer heads of keys by itself."""
+    """So joining its heads costs a copy or none. No fused kernel alone takes fewer heads of keys."""
     inputs = {"rows": torch.randn(BATCH, TOKENS, 32)}
     found = trace_activations(Attending(layout, key_heads), inputs, "no")
     real, nodes = _saved_bytes(Attending(layout, key_heads), inputs, "fp32", False)
@@ -499,7 +503,7 @@ def test_attention_is_laid_out_as_its_queries(layout: str, key_heads: int) -> No
 
 
 def test_a_mask_becomes_a_bias_of_every_call() -> None:
-    """Attention under a boolean mask keeps it once more in the computation type, as its kernels take it."""
+    """Attention under a boolean mask keeps the mask again in the compute dtype, as its kernels take it."""
 
     class Masked(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -517,7 +521,10 @@ def test_a_mask_becomes_a_bias_of_every_call() -> None:
 
 
 def test_autocast_computes_in_fp32_what_a_gpu_does() -> None:
-    """`pow` and what follows it keep four bytes per element under autocast, as on CUDA; in a bf16 model two."""
+    """`pow` and dependent results keep four bytes per element under autocast, as on CUDA.
+
+    In a bf16 model they keep two.
+    """
 
     class Cube(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -529,14 +536,14 @@ def test_autocast_computes_in_fp32_what_a_gpu_does() -> None:
 
     found = trace_activations(Cube(), torch.zeros(2, 64), "bf16")
     assert found.autocast is not None
-    assert found.saved.per_sample == 64 * (4 + 2 + 2)  # the batch, in bf16, and the cubed
+    assert found.saved.per_sample == 64 * (4 + 2 + 2)  # the batch, in bf16, and the cubed batch
     assert found.autocast.saved.per_sample == 64 * (4 + 2 + 4)
     assert found.autocast.saved.fixed - found.saved.fixed == 0  # the batch needs no gradient, so no weight is kept
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_attention_grows_with_tokens_not_their_square(mask: bool) -> None:
-    """A transformers model masks nothing by a matrix of tokens × tokens where no sample is padded, as in training."""
+    """If no sample is padded, as in training, a transformers model builds no mask of tokens × tokens."""
     model, _ = _llama()
     saved = []
     for tokens in (512, 1024):
@@ -547,7 +554,7 @@ def test_attention_grows_with_tokens_not_their_square(mask: bool) -> None:
 
 
 def test_gradients_of_parameters_are_left_out() -> None:
-    """Of the weights' gradients the working space holds one at a time."""
+    """The working space holds one of the weights' gradients at a time."""
     deep = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
     found = trace_activations(deep, torch.zeros(2, 256), "no")
     assert 256 * 256 * 4 <= found.transient.at(1) < 1.5 * 256 * 256 * 4
@@ -568,7 +575,7 @@ def test_the_model_stays_as_it_is() -> None:
 
 
 def test_any_number_of_samples_tells_of_any() -> None:
-    """The example's own number of samples does not matter; a function of the number serves as well."""
+    """The example's own number of samples does not matter. A function of the number works as well."""
     model, inputs = _llama()
     one = {name: tensor[:1] for name, tensor in inputs.items()}
     found = trace_activations(model, inputs, "no")
@@ -581,7 +588,10 @@ def test_any_number_of_samples_tells_of_any() -> None:
 
 
 def test_wrong_shapes_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Torch logs an operation's failure with a traceback; the error alone is shown, and the logger speaks again."""
+    """torch logs an operation's failure with a traceback.
+
+    Here only the error appears, and the logger works afterwards.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addHandler(caplog.handler)  # torch's loggers do not propagate
     try:

@@ -1,4 +1,4 @@
-"""Few of a row's like blocks tell what a trace of all of them would."""
+"""A trace of few of a row's equal blocks gives the same result as a trace of all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """One of a row; `kind` changes what its forward keeps, and no shape."""
+    """One block of a row. `kind` changes the saved tensors of its forward, and no shape."""
 
     def __init__(self, place: int, kind: str = "narrow") -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Rows of blocks, one behind the other."""
+    """Rows of blocks, one after the other."""
 
     def __init__(self, *rows: list[str], counts: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Tower(nn.Module):
 
 
 def both(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Activations, Activations, set[bool]]:
-    """What is kept, from few blocks and from all; and whether few were enough."""
+    """Return the saved bytes from few blocks and from all, and whether few were enough."""
     few, known = activations.trace_few, []
     monkeypatch.setattr(activations, "trace_few", lambda *given: known.append(few(*given)) or known[-1])  # type: ignore[func-returns-value]
     quick = trace_activations(model, example)
@@ -68,7 +68,7 @@ def both(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch) -> tup
     ("rows", "few"),
     [
         ([["narrow"] * 12], True),
-        ([["wide", "wide"] + ["narrow"] * 12], True),  # a head of its own
+        ([["wide", "wide"] + ["narrow"] * 12], True),  # its own head
         ([["narrow", "narrow", "wide"] * 8 + ["narrow"]], True),  # a pattern that ends early
         ([["narrow"] * 20, ["wide"] * 21], True),
         ([["narrow"] * 7], False),  # nothing to gain
@@ -76,7 +76,7 @@ def both(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch) -> tup
     ],
 )
 def test_rows(rows: list[list[str]], few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same lines, operation by operation, whatever the rows; and where few blocks tell it, they do."""
+    """The lines are the same, operation by operation, for any rows, and few blocks suffice where possible."""
     model = Tower(*rows)
     before = [list(row.children()) for row in model.rows]
     quick, whole, known = both(model, {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, monkeypatch)
@@ -86,7 +86,7 @@ def test_rows(rows: list[list[str]], few: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_whose_activations_go_to_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `save_on_cpu` takes there grows with the blocks, too."""
+    """Tensors that `save_on_cpu` moves to CPU memory grow with the blocks, too."""
 
     class Moving(Tower):
         def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def test_rows_whose_activations_go_to_cpu_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_forward_that_counts_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails with fewer, so all are traced."""
+    """It fails with fewer blocks, so all are traced."""
     model = Tower(["narrow"] * 12, counts=True)
     quick, whole, known = both(model, {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, monkeypatch)
     assert quick == whole

@@ -1,4 +1,4 @@
-"""A cluster from what is stated, what is here, and what is known of GPUs."""
+"""A cluster from stated values, this machine's values, and known facts of GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = replace(HERE, device_name="CPU")
 
 
 def test_known_gpu_is_another_machine() -> None:
-    """`--gpu` takes nothing of this machine; every speed is there with its source, and CPU memory is stated."""
+    """`--gpu` uses nothing of this machine. Every speed has its source, and CPU memory is stated."""
     cluster = state_cluster(gpu="h100", gpus=8, nodes=2, host_memory=64 * GIB, here=HERE)
     assert cluster.processes == 16
     assert cluster.device_bytes == 81559 * 2**20
@@ -45,14 +45,14 @@ def test_known_gpu_is_another_machine() -> None:
 
 
 def test_host_memory_that_nobody_tells() -> None:
-    """It is taken to be as much as the GPUs have, and that is said."""
+    """It is assumed to equal the GPUs' memory, and this is logged."""
     cluster = state_cluster(gpu="A100-40GB", gpus=4)
     assert cluster.host_bytes == 4 * cluster.device_bytes
     assert "assumed" in cluster.sources["host_bytes"]
 
 
 def test_this_machine_with_less_memory() -> None:
-    """What is stated replaces this machine's own; the rest, and where it comes from, stays."""
+    """Stated values replace this machine's own. The others keep their values and sources."""
     cluster = state_cluster(gpu_memory=4 * GIB, gpus=1, here=HERE)
     assert (cluster.device_bytes, cluster.devices, cluster.host_bytes) == (4 * GIB, 1, 100 * GIB)
     assert cluster.flops == HERE.flops
@@ -61,7 +61,7 @@ def test_this_machine_with_less_memory() -> None:
 
 
 def test_stated_memory_where_no_gpu_is() -> None:
-    """Speeds are one GPU's, whatever the memory; the host is this one: the same plan on every CPU."""
+    """Speeds are one GPU's for any memory. The host is this one: the same plan on every CPU."""
     cluster = state_cluster(gpu_memory=31 * GIB, host_memory=64 * GIB, here=CPU)
     assert cluster.device_bytes == 31 * GIB
     assert cluster.flops == find_device(UNNAMED).flops
@@ -72,7 +72,7 @@ def test_stated_memory_where_no_gpu_is() -> None:
 
 
 def test_cpu_as_it_is() -> None:
-    """Where nothing is stated, this machine is planned for, GPU or not."""
+    """Without stated values, this machine is planned for, with or without a GPU."""
     assert state_cluster(here=CPU) == CPU
 
 
@@ -89,7 +89,7 @@ def test_cpu_as_it_is() -> None:
     ],
 )
 def test_wrong(stated: dict[str, Any], told: str) -> None:
-    """What cannot be read is refused with the flag, and with what would do."""
+    """Unreadable values are refused with the flag and legal values."""
     with pytest.raises(ConfigError) as error:
         state_cluster(**stated)
     assert told in str(error.value)
@@ -138,7 +138,7 @@ def test_wrong(stated: dict[str, Any], told: str) -> None:
     ],
 )
 def test_names(name: str, known: str) -> None:
-    """As drivers write them, as people type them, and as the table has them."""
+    """Names work as drivers write them, as people type them, and as the table has them."""
     assert find_device(name).name == known
 
 
@@ -166,7 +166,7 @@ def test_names(name: str, known: str) -> None:
     ],
 )
 def test_names_that_mean_no_known_gpu(name: str) -> None:
-    """A name is not stretched: another memory, or a part of a name, is another GPU or none."""
+    """No name is stretched: another memory size, or a part of a name, is another GPU or none."""
     with pytest.raises(ConfigError):
         find_device(name)
 
@@ -187,7 +187,7 @@ def test_volta_and_turing_have_no_bf16() -> None:
 
 
 def test_rows_are_of_data_sheets() -> None:
-    """Each says which; what has a form of its own is slower somewhere than what has none."""
+    """Each row names its sheet. A variant with its own row has slower links than the usual device."""
     by_name = {device.name: device for device in KNOWN_DEVICES}
     assert len(by_name) == len(KNOWN_DEVICES)
     for device in KNOWN_DEVICES:

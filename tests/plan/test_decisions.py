@@ -1,12 +1,15 @@
-"""What the plan chooses in situations whose answer can be argued from sizes alone.
+"""The plan's choices in situations whose answer follows from sizes alone.
 
 Bytes per parameter on a device with AdamW in bf16, on N devices: without ZeRO 20 (fp32 weights, gradients, two states,
-and one more of that size while it steps); stage 1 10 + 12/N (weights, fp32 sums, the last gradients and the copy that
-is reduced are whole); stage 2 2 + 20/N; stage 3 18/N. Offloaded: stage 2 keeps 2 + 4/N, stage 3 2/N, or next to nothing
-with its parameters offloaded too; CPU memory then takes 18 to 22. Of a device 90 % counts, less 1 GiB of context: 37
-GB of an A100-40GB, 76 of an A100-80GB, 22 of a 24 GB card, 29 of a V100-32GB. Decoders have a sequence of 2,048 where
-nothing else is said, and 16 samples per device and step: without checkpointing one keeps 13 GB at 7 billion parameters,
-with it 1 GB.
+and one more of that size during the step). Stage 1 takes 10 + 12/N (weights, fp32 sums, the last gradients and the
+reduced copy are unpartitioned), stage 2 2 + 20/N, stage 3 18/N.
+
+With offload, stage 2 keeps 2 + 4/N, stage 3 2/N, or almost nothing with its parameters offloaded too. CPU memory then
+takes 18 to 22. 90 % of a device counts, less 1 GiB of context: 37 GB of an A100-40GB, 76 of an A100-80GB, 22 of a 24 GB
+card, 29 of a V100-32GB.
+
+By default decoders have a sequence of 2,048, and 16 samples per device and step. At 7 billion parameters a sample keeps
+13 GB without checkpointing, and 1 GB with it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ ALL: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 @dataclass(frozen=True)
 class Case:
-    """A decoder of `parameters` on `gpus`, what is fixed, and what of the choice is certain; None: nothing fits."""
+    """A decoder of `parameters` on `gpus`, the fixed values, and the certain part of the choice; None: nothing fits."""
 
     name: str
     parameters: float
@@ -46,20 +49,20 @@ def machine(gpu: str, gpus: int = 1, host_gib: int = 256, **more: Any) -> dict[s
 
 
 CASES = (
-    # 20 × 0.125 = 2.5 GB: everything whole, nothing recomputed.
+    # 20 × 0.125 = 2.5 GB: unpartitioned, nothing recomputed.
     Case(
         "125M on one A100", 0.125 * B, machine("A100-40GB"), {"stage": None, **NONE, "activation_checkpointing": False}
     ),
     # 26 GB of 37, and 4 GB for one sample.
     Case("1.3B on one A100", 1.3 * B, machine("A100-40GB"), {"stage": None, **NONE}),
-    # 54 GB of 37, and one process shares with nobody: states must go. Weights (5 GB) and sums (11) stay.
+    # 54 GB of 37, and one process has no other to partition with: states must go. Weights (5 GB) and sums (11) stay.
     Case("2.7B on one A100", 2.7 * B, machine("A100-40GB"), OFFLOAD),
     # 16-bit weights take 14 GB; stage 2's fp32 sums would take 28 more, stage 3 has them in CPU memory.
     Case("7B on one A100-40GB", 7 * B, machine("A100-40GB"), {"stage": 3, "offload_optimizer": "cpu"}),
     # 14 + 28 GB and activations fit 76, so the weights stay.
     Case("7B on one A100-80GB", 7 * B, machine("A100-80GB", host_gib=500), OFFLOAD),
-    # 14 GB of weights leave 8: a sample's 13 only with recomputation, a third more work. Weights brought twice for each
-    # micro-batch are 28 GB, 1.1 s of PCIe beside 3 s of computation: free.
+    # 14 GB of weights leave 8: a sample's 13 only with recomputation, a third more work. Fetching weights twice for
+    # each micro-batch is 28 GB, 1.1 s of PCIe in parallel with 3 s of computation: free.
     Case(
         "7B on one RTX 3090",
         7 * B,
@@ -84,21 +87,21 @@ CASES = (
         {"precision": "fp16"},
         sequence=1024,
     ),
-    # 26 GB, and 8 for two samples in 37: nobody needs to share, and reductions hide beside the backward.
+    # 26 GB, and 8 for two samples in 37: no partitioning needed, and reductions overlap with the backward.
     Case("1.3B on eight A100-40GB", 1.3 * B, machine("A100-40GB", 8), {"stage": None, **NONE}),
-    # 54 of 37 GB whole; stage 1 takes 11.5 × 2.7 = 31, and what it reduces once a step is 1 % of it.
+    # 54 of 37 GB unpartitioned; stage 1 takes 11.5 × 2.7 = 31, and its reduction once a step is 1 % of the step.
     Case("2.7B on eight A100-40GB", 2.7 * B, machine("A100-40GB", 8), {"stage": 1, **NONE}),
-    # 2.5B: 50 of 76 GB, and 10 for the gradients that accumulate outside DDP's buckets: whole. 3B: 60 and 12, and 8 for
-    # two samples.
+    # 2.5B: 50 of 76 GB, and 10 for the gradients that accumulate outside DDP's buckets: unpartitioned. 3B: 60 and 12,
+    # and 8 for two samples.
     Case("2.5B on eight A100-80GB", 2.5 * B, machine("A100-80GB", 8), {"stage": None, **NONE}),
     Case("3B on eight A100-80GB", 3 * B, machine("A100-80GB", 8), {"stage": 1, **NONE}),
-    # 120 of 76 GB whole; stage 1: 69.
+    # 120 of 76 GB unpartitioned; stage 1: 69.
     Case("6B on eight A100-80GB", 6 * B, machine("A100-80GB", 8, 1000), {"stage": 1, **NONE}),
-    # Stage 1: 80 of 76. Stage 2: 32 and 13 for a sample. With overlap both hide what they move, and the lower stage is
-    # the simpler one.
+    # Stage 1: 80 of 76. Stage 2: 32 and 13 for a sample. With overlap both hide their communication, and the lower
+    # stage is the simpler one.
     Case("7B on eight A100-80GB", 7 * B, machine("A100-80GB", 8, 1000), {"stage": 2, **NONE}, {"micro_batch": 1}),
     # Stage 1's 80 GB are too many for 37. Stage 2 (32) has room only with recomputation: 33 % more work. Stage 3 (16)
-    # has room without, and hides 3 × 14 GB at 300 GB/s, 0.14 s, beside the 0.69 s of a micro-batch.
+    # has room without, and hides 3 × 14 GB at 300 GB/s, 0.14 s, behind the 0.69 s of a micro-batch.
     Case(
         "7B on eight A100-40GB",
         7 * B,
@@ -121,8 +124,8 @@ CASES = (
         {"stage": 2, **NONE},
         {"activation_checkpointing": True, "micro_batch": 4},
     ),
-    # Stage 2's 50 GB are too many for 37, stage 3's 25 are not; with half of the states in CPU memory there is room for
-    # a sample without recomputation, whose third of the work takes longer than the update there.
+    # Stage 2's 50 GB are too many for 37, stage 3's 25 are not. With half of the states in CPU memory there is room for
+    # a sample without recomputation. Recomputation, a third of the work, takes longer than the update there.
     Case(
         "11B on eight A100-40GB",
         11 * B,
@@ -143,7 +146,7 @@ CASES = (
         {"stage": 3, **NONE},
         {"global_batch": 64},
     ),
-    # 30 of 22 GB whole; 27 GB of CPU memory for what leaves.
+    # 30 of 22 GB unpartitioned; 27 GB of CPU memory for the offloaded states.
     Case("GPT-2 XL on one RTX 3090", 1.5 * B, machine("RTX-3090", host_gib=64), OFFLOAD, {"precision": "fp16"}, 1024),
     # All states need 30 GB of CPU memory, and 15 may be used: about a third of them, which the device's 22 GB allow.
     Case(
@@ -161,7 +164,7 @@ CASES = (
         machine("A100-40GB", host_gib=256, nvme=2000 * GIB),
         {"stage": 3, "offload_optimizer": "nvme"},
     ),
-    # A disk is there, and is a hundred times slower than CPU memory, where all has room.
+    # A disk exists, but is a hundred times slower than CPU memory, which has room for everything.
     Case(
         "7B with a disk that is not needed", 7 * B, machine("A100-40GB", nvme=2000 * GIB), {"offload_optimizer": "cpu"}
     ),
@@ -184,7 +187,8 @@ CASES = (
     ),
     # fp32: 20 × 1.3 = 26 GB; of the activations twice as many, 8 GB, but they are gone when the step begins.
     Case("1.3B in fp32 on one A100", 1.3 * B, machine("A100-40GB"), {"stage": None, **NONE}, {"precision": "no"}),
-    # 26 of 22 GB whole; stage 1: 15. Between these cards bytes cross PCIe twice, so once a step beats once a backward.
+    # 26 of 22 GB unpartitioned; stage 1: 15. Between these cards bytes cross PCIe twice, so once a step beats once a
+    # backward.
     Case("1.3B on eight RTX 4090", 1.3 * B, machine("RTX-4090", 8), {"stage": 1, **NONE}),
     # Between nodes 26 GB of gradients take a second, four times what a micro-batch computes: the fewest micro-batches
     # win, and only recomputation leaves memory for one of eight samples.
@@ -204,7 +208,7 @@ CASES = (
         {"global_batch": 64},
         sequence=32_768,
     ),
-    # What is fixed is kept, whatever would be faster. The least that can be offloaded is a tenth, and at stage 3 only.
+    # Fixed values are kept, even if others would be faster. The smallest offload is a tenth, and at stage 3 only.
     Case("stage 2 fixed", 0.35 * B, machine("A100-40GB", 8), {"stage": 2, **NONE}, {"stage": 2}),
     Case("offload fixed", 0.35 * B, machine("A100-40GB", 8), {"stage": 3, **OFFLOAD}, {"offload_optimizer": "cpu"}),
     Case("stage 2 fixed for too large a model", 70 * B, machine("H100-80GB", 8, 2000), None, {"stage": 2}),
@@ -250,7 +254,7 @@ def test_frozen_weights_stay_in_16_bits() -> None:
 
 
 def test_micro_batch_of_a_convolutional_net() -> None:
-    """25 million parameters, 150 MB a sample, 13.1 GB to be used: 64 samples are 9.6 GB, 128 are 19.2."""
+    """25 million parameters, 150 MB a sample, 13.1 GB usable: 64 samples are 9.6 GB, 128 are 19.2."""
     model = ModelSizes("CNN", (ParameterSize(250_000, 100),))
     activations = Activations(Affine(0, 150 * 10**6), flops_per_sample=8e9)
     chosen = plan(
@@ -263,7 +267,10 @@ def test_micro_batch_of_a_convolutional_net() -> None:
 
 
 def test_locked_memory_forbids_the_disk() -> None:
-    """Buffers of the NVMe disk are page-locked: with 64 KiB allowed, what only fits by the disk does not fit."""
+    """The NVMe disk's buffers are page-locked.
+
+    With 64 KiB allowed, a plan that fits only with the disk does not fit.
+    """
     case = next(case for case in CASES if case.name == "30B on one A100 with a disk")
     model = decoder_sizes(parameters=30 * B)
     cluster = replace(state_cluster(**case.machine), memlock_bytes=64 * 1024)
@@ -273,7 +280,7 @@ def test_locked_memory_forbids_the_disk() -> None:
 
 
 def test_every_rejected_line_says_why() -> None:
-    """Of each candidate it is known whether it fits; one that does not names what is short, with both numbers."""
+    """Each candidate has a verdict. One that does not fit names the shortage, with both numbers."""
     found = decide(next(case for case in CASES if case.name == "7B on one RTX 3090"))
     reasons = [c.rejected for c in found.table if c.rejected]
     assert found.chosen in found.table

@@ -1,4 +1,4 @@
-"""A decoder's sizes and activations by formula are those of the model itself."""
+"""A decoder's sizes and activations by formula equal the model's own."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ TOKENS = 256
     ],
 )
 def test_known_models(sizes: dict[str, int], elements: int) -> None:
-    """Widths alone give a known model's parameters, to the last one."""
+    """Layer sizes alone give a known model's parameters, to the last one."""
     assert decoder_sizes(**sizes).elements == elements
 
 
 @pytest.mark.parametrize("billions", [0.125, 0.35, 1.5, 7, 13, 30, 70, 175])
 def test_parameters_are_met(billions: float) -> None:
-    """With a number of parameters alone, or with width and depth, the tensors make up that number within 1 %."""
+    """With a number of parameters alone, or with hidden size and depth, the tensors match that number within 1 %."""
     parameters = int(billions * 1e9)
     alone = decoder_sizes(parameters=parameters)
     assert alone.elements == pytest.approx(parameters, rel=0.01)
@@ -55,7 +55,7 @@ def test_parameters_are_met(billions: float) -> None:
     ("parameters", "tied", "elements"), [(494_000_000, 1, 494_005_120), (630_000_000, 2, 630_139_776)]
 )
 def test_whether_weights_are_tied_follows_from_the_parameters(parameters: int, tied: int, elements: int) -> None:
-    """With all widths, those of Qwen2.5 0.5B, embedding and output are one if that comes closer to the number."""
+    """With all sizes given, as in Qwen2.5 0.5B, embedding and output are one tensor if that is closer to the number."""
     widths = {"hidden_size": 896, "layers": 24, "vocabulary": 151_936, "heads": 14, "kv_heads": 2, "intermediate": 4864}
     found = decoder_sizes(parameters=parameters, **widths)
     assert (found.elements, found.parameters[0].count) == (elements, tied)
@@ -70,7 +70,7 @@ def test_whether_weights_are_tied_follows_from_the_parameters(parameters: int, t
     ],
 )
 def test_sizes_that_make_no_model(sizes: dict[str, int], message: str) -> None:
-    """Numbers that are missing or contradict each other are errors."""
+    """Missing or contradictory numbers are errors."""
     with pytest.raises(ConfigError, match=message):
         decoder_sizes(**sizes)
 
@@ -79,7 +79,7 @@ def test_sizes_that_make_no_model(sizes: dict[str, int], message: str) -> None:
     ("kv_heads", "vocabulary", "precision"), [(8, 512, "bf16"), (2, 32_000, "bf16"), (2, 512, "no")]
 )
 def test_activations_are_those_of_a_trace(kv_heads: int, vocabulary: int, precision: Precision) -> None:
-    """Saved bytes within 2 % of a traced Llama, with checkpointing too, under autocast too; peaks within 10 %."""
+    """Saved bytes are within 2 % of a traced Llama, with checkpointing and autocast too; peaks within 10 %."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
@@ -96,7 +96,7 @@ def test_activations_are_those_of_a_trace(kv_heads: int, vocabulary: int, precis
             assert _saved(one, samples) == pytest.approx(_saved(other, samples), rel=0.02)
             assert _peaks(one, samples) == pytest.approx(_peaks(other, samples), rel=0.1)
         if precision == "bf16" and vocabulary == 512 and one is not formula:
-            for found in (one, other):  # all blocks' copies are the forward's alone; a small vocabulary hides none
+            for found in (one, other):  # all blocks' copies belong to the forward only; a small vocabulary hides none
                 assert found.checkpointed_transient
                 assert found.checkpointed_forward
                 assert found.checkpointed_transient.at(1) < 0.8 * found.checkpointed_forward.at(1)
@@ -114,7 +114,7 @@ def _peaks(found: Activations, samples: int) -> list[int]:
 
 
 def test_a_model_without_width_has_no_formula() -> None:
-    """Where width or depth is unknown, the error says what to give."""
+    """If hidden size or depth is unknown, the error says what to give."""
     model = replace(decoder_sizes(parameters=10**9), hidden_size=None)
     with pytest.raises(ConfigError, match="hidden size and layers of"):
         decoder_activations(model, TOKENS)

@@ -1,4 +1,4 @@
-"""Traced activations of families of transformers' models, small ones, are what a real run keeps for its backward."""
+"""Traced activations of small models of transformers' families are those that a real run keeps for its backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-# What of its configuration differs from `DECODER`.
+# The differences from `DECODER` in its configuration.
 DECODERS: dict[str, dict[str, Any]] = {
     "Cohere": {},
     "DeepseekV3": {**LATENT, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
@@ -46,14 +46,14 @@ DECODERS: dict[str, dict[str, Any]] = {
     "StableLm": {},
     "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
-# Families whose models make a mask of ones by themselves, of which fake tensors cannot tell that it masks nothing.
+# Families whose models build a mask of ones themselves. Fake tensors cannot show that this mask hides nothing.
 MASKED = {"d_model": 64, "vocab_size": 512, "dropout": 0.0, "use_cache": False}
 for part in ("encoder", "decoder"):
     MASKED |= {f"{part}_layers": 3, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 256}
 
 
 def _ratios(family: str, kind: str, sizes: dict[str, Any]) -> list[float]:
-    """Traced bytes over those of a real run, in each way this package computes, checkpointed and not."""
+    """Return traced bytes over a real run's, in each compute mode, checkpointed and not."""
     import transformers
 
     def build() -> Any:
@@ -79,11 +79,11 @@ def _cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders(family: str) -> None:
-    """Within 1 %."""
+    """They agree within 1 %."""
     assert _ratios(family, "CausalLM", {**DECODER, **DECODERS[family]}) == [pytest.approx(1.0, abs=0.01)] * 6
 
 
 @pytest.mark.parametrize("family", ["Bart", "MBart"])
 def test_masks_of_ones_are_counted(family: str) -> None:
-    """More than the run keeps, by a mask in each layer, and never less."""
+    """They are more than the run keeps, by a mask in each layer, and never less."""
     assert all(0.99 < ratio < 1.3 for ratio in _ratios(family, "ConditionalGeneration", MASKED))

@@ -1,4 +1,4 @@
-"""What a configuration fixes of a plan, and what the plan tells it, with reasons."""
+"""The values that a configuration fixes for a plan, and the plan's values for the configuration, with reasons."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fixed(document: Document, facts: Facts) -> Wanted:
 
 
 def test_what_is_open_is_free_and_all_else_is_fixed() -> None:
-    """auto is free; what is typed, absent or the loop's is fixed, an absent device to none; a typed 0 stays 0."""
+    """auto is free. Typed, absent or loop values are fixed, an absent device to none. A typed 0 stays 0."""
     document = asked({**OPEN, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000})
     assert open_fields(document.deepspeed, Facts()) == (STAGE, DEVICE)
     wanted = fixed(document, Facts(LoopFacts(4, "the loader's"), MACHINE, ModelFacts(4096, "", 1, 10**9)))
@@ -63,7 +63,7 @@ def test_what_is_open_is_free_and_all_else_is_fixed() -> None:
 
 @pytest.mark.parametrize(("written", "expected"), [({}, None), ({"buffer_size": 7000}, 7000)])
 def test_the_swap_buffer_is_the_models(written: dict[str, int], expected: int | None) -> None:
-    """Before a run DeepSpeed's default does not stand for what the largest parameter will tell; a typed size does."""
+    """Before a run DeepSpeed's default does not replace the largest parameter's size. A typed size does."""
     nvme = {"device": "nvme", "nvme_path": "/nvme", **written}
     document = asked({"stage": 3, "offload_param": nvme, "offload_optimizer": {"device": "auto"}})
     assert fixed(document, Facts(machine=MACHINE, complete=False)).param_buffer == expected
@@ -80,13 +80,13 @@ def test_the_swap_buffer_is_the_models(written: dict[str, int], expected: int | 
     ],
 )
 def test_the_batch(keys: dict[str, int], complete: bool, expected: tuple[int | None, ...]) -> None:
-    """In a run without a loader it is as resolution has it; before one the plan may choose it."""
+    """In a run without a loader it is as resolved. Before a run the plan may choose it."""
     wanted = fixed(asked(OPEN, **keys), Facts(machine=MACHINE, complete=complete))
     assert (wanted.micro_batch, wanted.accumulation, wanted.global_batch) == expected
 
 
 def test_overlap_is_planned_with_an_open_stage() -> None:
-    """Typed, it is as typed; beside a stage that is typed, as DeepSpeed has it; else the plan may switch it on."""
+    """A typed value stays. With a typed stage, overlap is DeepSpeed's default. Otherwise the plan may enable it."""
     overlap = ("zero_optimization", "overlap_comm")
     facts = Facts(LoopFacts(1, "the loader's"), MACHINE)
     assert fixed(asked({**OPEN, "overlap_comm": False}), facts).overlap_comm is False
@@ -106,7 +106,7 @@ def test_overlap_is_planned_with_an_open_stage() -> None:
 
 
 def test_reasons_name_what_is_short() -> None:
-    """The stage's reason has the bytes; the device's says which way without it would need more than there is."""
+    """The stage's reason has the bytes. The device's names the option without it that would exceed the memory."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     wanted = replace(FIXED, offload_optimizer=None)
     choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
@@ -121,7 +121,7 @@ def test_reasons_name_what_is_short() -> None:
 
 
 def test_nothing_fits() -> None:
-    """The error is where auto was written; it names the closest way, and what alone would do, as keys to write."""
+    """The error is at auto's place. It names the closest option and sufficient single changes, as keys to write."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     wanted = FIXED
     choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
@@ -143,7 +143,7 @@ def test_nothing_fits() -> None:
     ],
 )
 def test_changes_are_keys_to_write(field: str, key: str) -> None:
-    """What would do is said in the configuration's words, not in the plan's own."""
+    """The changes have the configuration's names, not the plan's."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, FIXED)
     change = Change(f"{field} free instead of 7", choice.table[0], cluster)
@@ -164,12 +164,12 @@ def test_changes_are_keys_to_write(field: str, key: str) -> None:
     ],
 )
 def test_states_of_optimizers(name: str, arguments: dict[str, Any], states: int) -> None:
-    """By name and arguments; an unknown one is taken to keep as much as Adam."""
+    """They follow from name and arguments. An unknown optimizer is assumed to keep as much as Adam."""
     assert optimizer_sizes(name, arguments).states == states
 
 
 def test_whose_optimizer_counts() -> None:
-    """The loop's real one, else the section's, else AdamW; DeepSpeed's own need no working copy on a GPU."""
+    """The loop's real one counts, then the section's, then AdamW. DeepSpeed's own need no working copy on a GPU."""
     section = OptimizerSection("Lion", {})
     real = OptimizerFacts("sgd", {"momentum": 0.0})
     assert asked_optimizer(section, real, on_gpu=True).states == 0

@@ -1,4 +1,4 @@
-"""What a loop may pass to a forward, guessed from its batches."""
+"""A loop's possible arguments of a forward, guessed from its batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Open(nn.Module):
 
 
 def test_of_a_mapping_the_known_keys() -> None:
-    """What the forward does not name is left out, unless it takes anything."""
+    """Keys that the forward does not name are left out unless it takes any keyword."""
     batch = {"ids": torch.ones(1), "index": torch.ones(1)}
     assert list(next(forward_arguments(Named(), batch))) == ["ids"]
     assert list(next(forward_arguments(Open(), batch))) == ["ids", "index"]

@@ -1,4 +1,4 @@
-"""The hidden size that real configurations state, in the shape in which their config.json nests it."""
+"""The hidden size that real configurations state, nested as in their config.json."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from zero_plugin.plan.model_source import common_width, stated_width
     ],
 )
 def test_the_stated_width(config: dict[str, Any], size: int | None, reason: str) -> None:
-    """The model's own, else the language part's, else the widest part's; what is no size states nothing."""
+    """The model's own comes first, then the language part's, then the widest part's. A non-size is ignored."""
     assert stated_width(config, "c") == (size, reason)
 
 
 def test_a_configuration_that_holds_itself_ends() -> None:
-    """A cycle of configuration objects states nothing."""
+    """A cycle of configuration objects states no size."""
 
     class OwnConfig:
         pass
@@ -70,7 +70,7 @@ def test_a_configuration_that_holds_itself_ends() -> None:
 
 
 def test_the_common_width_is_the_larger_of_equals() -> None:
-    """Matrices vote with each of their dimensions, vectors and convolutions do not."""
+    """Matrices vote with each of their dimensions; vectors and convolutions do not."""
     assert common_width([(4, 8), (3,), (3, 3, 3)])[0] == 8
     assert common_width([(4, 8), (4, 4), (9, 9, 9)])[0] == 4
     assert common_width([(4,)]) == (None, "")

@@ -22,7 +22,7 @@ SHAPES = {"model.embed_tokens.weight": [100, 16], "model.layers.0.mlp.up_proj.we
 
 
 def safetensors_bytes() -> bytes:
-    """A file of weights, of which nobody should read more than the header."""
+    """Build a file of weights. Only its header should be read."""
     header, end = {}, 0
     for name, shape in SHAPES.items():
         size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
@@ -36,7 +36,7 @@ FILES = {"/lab/llama/config.json": json.dumps(LLAMA).encode(), "/lab/bare/model.
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Models, files and ranges of them; `lab/gated` is named, but shown to nobody."""
+    """A hub with models, files and byte ranges of them. `lab/gated` is listed, but no request may read it."""
 
     read: list[int] = []  # noqa: RUF012 - one server at a time
 
@@ -104,7 +104,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
 
 
 def test_a_model_with_a_configuration(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is as the same `config.json` here; a second time its copy in the cache is enough, without a network."""
+    """It equals the same `config.json` here. Later its copy in the cache suffices, without a network."""
     from huggingface_hub import constants
 
     sizes, activations = open_model(ModelSource("lab/llama", trace=False), 128)

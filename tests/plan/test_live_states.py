@@ -1,4 +1,4 @@
-"""The plan's arithmetic against the live tensors of real training, on every stage and offload."""
+"""The plan's arithmetic compared with the live tensors of real training, on every stage and offload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUFFER_BYTES = 33 * 4
 
 @dataclass(frozen=True)
 class Case:
-    """One strategy, and what is trained: square weights between an embedding and a head that share theirs."""
+    """One strategy and its model: square weights between an embedding and a head that share theirs."""
 
     setup: Setup
     width: int = 129
@@ -44,7 +44,7 @@ class Case:
 
 
 def setup(stage: Any, precision: Any = "bf16", **given: Any) -> Setup:
-    """With small buckets, and gradients that accumulate as this package settles it."""
+    """Build the setup with small buckets, and gradients that accumulate in this package's dtype."""
     sizes = {"reduce_bucket": 30_000, "prefetch_bucket": 20_000, "param_buffer": 2_000_000}
     in_16_bits = precision == "bf16" and stage == 0
     common = {"persistence_threshold": 200, "pin_memory": False, "gradient_bytes": 2 if in_16_bits else 4}
@@ -52,13 +52,13 @@ def setup(stage: Any, precision: Any = "bf16", **given: Any) -> Setup:
 
 
 def nvme(world: int, **given: Any) -> Case:
-    """Weights of more than 1 MiB for each process: smaller ones stay in memory."""
+    """Build weights of more than 1 MiB for each process. Smaller ones stay in memory."""
     ways = {"offload_optimizer": "nvme", "sub_group_size": 1_500_000, **given}
     return Case(setup(3, **ways), width=1031 * (2 if world > 2 else 1), layers=3)
 
 
 def deep(case: Case) -> Case:
-    """Many small layers, beside which buckets and single gradients are small: what is left of a peak is the states."""
+    """Build many small layers. Buckets and single gradients are small in comparison, so peaks consist of states."""
     sizes = {"reduce_bucket": 12_000, "prefetch_bucket": 9_000}
     return replace(case, setup=replace(case.setup, **sizes), width=65, layers=40, peaks=True)
 
@@ -80,7 +80,7 @@ SHORT = {
 
 
 def grid(world: int) -> dict[str, Case]:
-    """Every stage, offload, precision, accumulation, with and without frozen parts, and other optimizers."""
+    """Yield every stage, offload, precision, accumulation, with and without frozen parts, and other optimizers."""
     ways = [(s, "none", "none") for s in (None, 0, 1, 2, 3)] + [(s, "cpu", "none") for s in (1, 2, 3)]
     ways += [(3, "none", "cpu"), (3, "cpu", "cpu")]
     cases = {}
@@ -96,7 +96,7 @@ def grid(world: int) -> dict[str, Case]:
             cases[f"{stage} bf16 {states} {weights} 16-bit gradients"] = Case(halved)
     for stage, optimizer in product((None, 0, 1, 2, 3), ("adam", "sgd", "momentum")):
         cases[f"{stage} {optimizer}"] = Case(setup(stage, "no"), optimizer=optimizer)
-    if world > 1:  # else there are no buckets
+    if world > 1:  # otherwise there are no buckets
         cases["ddp views"] = deep(Case(setup(None, accumulation=2, gradient_views=True)))
     cases["ddp adagrad"] = Case(setup(None), optimizer="adagrad")
     for ratio in (0.0, 0.25, 0.9):
@@ -108,7 +108,7 @@ def grid(world: int) -> dict[str, Case]:
 
 
 def merged(*parts: Mapping[str, int]) -> dict[str, int]:
-    """Sums by what can be told apart in a process, where device and host are one memory."""
+    """Merge terms that a process cannot distinguish if device and host share one memory."""
     found = dict.fromkeys(TERMS, 0)
     for name, size in (item for part in parts for item in part.items()):
         known = name.removeprefix("persistent ")
@@ -117,7 +117,7 @@ def merged(*parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes between two steps, and at the end of a window."""
+    """Predict bytes between two steps, and at the end of a window."""
     memory = ProcessMemory(model, OptimizerSizes(case.optimizer, STATES[case.optimizer]), case.setup, world)
     kept = [
         memory.device_states(),
@@ -125,14 +125,14 @@ def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], 
         {"buffers": BUFFER_BYTES, "swapping": memory.swap_buffers()},
     ]
     if world == 1:
-        kept[0].pop("persistent parameters", None)  # where device and host are one, they are what they are copies of
+        kept[0].pop("persistent parameters", None)  # if device and host are one, these copies are the originals
     # Stage 1 fills its bucket in the step.
     waiting = memory.reduction_buffers()[0] if case.setup.stage == 1 else 0
     return merged(*kept), merged(*kept, {"gradients": memory.window_gradients(), "bucket": waiting})
 
 
 def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[str]:
-    """Lines of what is not as predicted; of several processes the one with the most counts."""
+    """Return lines of wrong predictions. Of several processes the one with the most counts."""
     way = case.setup
     model = ModelSizes(name, tuple(ParameterSize(e, trainable=trained) for e, trained in live[0]["sizes"]))
     memory = ProcessMemory(model, OptimizerSizes(), way, world)
@@ -159,15 +159,15 @@ def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[
 
 
 def peak_differences(name: str, case: Case, world: int, model: ModelSizes, live: list[Any]) -> Iterator[str]:
-    """Lines of what was allocated at most in the last backward and step, where it is not as predicted.
+    """Return lines of wrong predictions of peak allocations in the last backward and step.
 
-    Left out is stage 0's step in 16 bits, which differs without a fused kernel.
+    Stage 0's step in 16 bits is left out: it differs without a fused kernel.
     """
     way, width = case.setup, case.setup.weight_bytes
     largest = max(p.elements for p in model.parameters)
     # On a CPU torch's Adam works in two tensors of a parameter's size, for one parameter at a time: ZeRO's are flat.
     optimizer = OptimizerSizes(case.optimizer, STATES[case.optimizer], step_copies=2 if way.stage else 0)
-    # A shared weight gets one gradient as a backward begins, and as it ends another, which are then added.
+    # A shared weight gets one gradient as a backward begins and another as it ends, which are then added.
     one, all_three = (Affine(fixed=count * largest * width) for count in (1, 3))
     made = Activations(Affine(), one, checkpointed_transient=all_three)
     phases = footprint(Workload(model, made, optimizer), way, Cluster(10**12, 10**12, devices=world)).phases
@@ -180,7 +180,7 @@ def peak_differences(name: str, case: Case, world: int, model: ModelSizes, live:
         del wanted["step"]
     for phase, predicted in wanted.items():
         found = max(process["peaks"][phase] for process in live)
-        # What stage 3 gathers ahead and the two gradients of a shared weight are seldom there at once.
+        # Stage 3's prefetched weights and the two gradients of a shared weight are seldom alive together.
         below = 0.1 if way.stage == 3 and phase == "backward" else 0.05
         if not -below * predicted <= found - predicted <= 0.05 * predicted:
             yield f"{name}: peak of {phase}: predicted {predicted:,}, live {found:,}"
@@ -202,7 +202,7 @@ def check(cases: Mapping[str, Case], world: int, run_processes: Callable[..., li
 def test_predicted_bytes_are_the_live_ones(
     run_processes: Callable[..., list[str]], tmp_path: Path, built_ops: None
 ) -> None:
-    """Every stage, on two processes: each term, before a step and between two, what is on NVMe, and peaks."""
+    """Every stage, on two processes: each term before a step and between two, the NVMe files, and peaks."""
     check(SHORT, 2, run_processes, tmp_path)
 
 
@@ -212,5 +212,5 @@ def test_predicted_bytes_are_the_live_ones(
 def test_predicted_bytes_everywhere(
     run_processes: Callable[..., list[str]], tmp_path: Path, built_ops: None, world: int
 ) -> None:
-    """The whole grid, on one to four processes."""
+    """The complete grid agrees on one to four processes."""
     check(grid(world), world, run_processes, tmp_path)

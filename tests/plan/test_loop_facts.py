@@ -49,7 +49,10 @@ def probe(*loaders, processes=1, **options):
     ],
 )
 def test_the_batch_size_is_found(loader, size, fixed, batches):
-    """Stated by the loader or its batch sampler, seen in a list of batches, else unknown: nothing is drawn or read."""
+    """The loader or its batch sampler states it, or a list of batches shows it.
+
+    Otherwise it is unknown; nothing is read.
+    """
     facts = probe(loader, processes=2)
     assert (facts.micro_batch, facts.micro_batch_fixed, facts.batches_per_epoch) == (size, fixed, batches)
     assert bool(facts.micro_batch_reason) is (size is not None)
@@ -65,7 +68,7 @@ def test_the_training_loader_is_the_one_that_shuffles():
 
 
 def test_split_batches_and_loaders_divided_already():
-    """A split batch counts per process; a loader whose sampler divides the data is not divided again."""
+    """A split batch counts per process. A loader whose sampler divides the data is not divided again."""
     split = probe(DataLoader(DATA, batch_size=8), processes=4, split_batches=True)
     assert (split.micro_batch, split.batches_per_epoch) == (2, 3)
     assert "8 ÷ 4" in split.micro_batch_reason
@@ -74,7 +77,7 @@ def test_split_batches_and_loaders_divided_already():
 
 
 def test_a_batch_sampler_is_left_alone():
-    """One that can be iterated once loses no batch, and one with a generator of its own gives torch's order."""
+    """A single-use sampler loses no batch, and one with its own generator gives torch's order."""
 
     class Own:
         def __init__(self):

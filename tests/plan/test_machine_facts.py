@@ -5,7 +5,7 @@ from zero_plugin.plan.run_plan import probe_machine
 
 
 def test_this_machine():
-    """The device that torch sees, and as many processes as were named."""
+    """The facts have torch's device and the given number of processes."""
     facts = probe_machine(processes=3)
     assert facts.accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
     assert facts.processes == 3

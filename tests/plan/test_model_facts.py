@@ -27,14 +27,14 @@ def model_with(config):
     ],
 )
 def test_the_config_tells_the_width(config, size, reason):
-    """Under any of the common names, also nested, in an object or a mapping."""
+    """Any of the common names works, also nested, in an object or a mapping."""
     facts = probe_model(model_with(config))
     assert (facts.hidden_size, facts.hidden_size_reason) == (size, reason)
 
 
 @pytest.mark.parametrize("config", [None, Config(vocab_size=100)])
 def test_else_the_shapes_tell_it(config):
-    """The most common dimension of the matrices; vectors do not vote."""
+    """It is the most common dimension of the matrices; vectors do not vote."""
     model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 10), nn.LayerNorm(10))
     model.config = config
     facts = probe_model(model)
@@ -43,12 +43,12 @@ def test_else_the_shapes_tell_it(config):
 
 
 def test_without_matrices_there_is_no_width():
-    """A convolution's or a norm's shape says nothing of a hidden size."""
+    """A convolution's or a norm's shape states no hidden size."""
     assert probe_model(nn.LayerNorm(7)).hidden_size is None
 
 
 def test_shared_parameters_count_once_and_partitions_whole():
-    """A tied weight is one tensor; what ZeRO-3 has partitioned counts with the shape it stands for."""
+    """A tied weight is one tensor. A parameter that ZeRO-3 has partitioned counts with its full shape."""
     model = nn.ModuleList([nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)])
     model[1].weight = model[0].weight
     assert (probe_model(model).parameters, probe_model(model).largest_parameter) == (24, 24)

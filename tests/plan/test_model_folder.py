@@ -1,4 +1,4 @@
-"""A model's folder tells its sizes without torch."""
+"""A model's folder gives its sizes without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_plugin.plan.model_source import probe_model_folder
 
 
 def test_config_and_weights(tmp_path: Path) -> None:
-    """The width is the config's, the sizes are the files'; a file that the index does not name does not count."""
+    """The hidden size is the config's, the sizes are the files'. A file that is not in the index does not count."""
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 6}}')
     save_file({"a": np.zeros((6, 10), np.float32)}, tmp_path / "model-1.safetensors")
     save_file({"b": np.zeros((6,), np.float32), "c": np.zeros((), np.float32)}, tmp_path / "model-2.safetensors")
@@ -29,7 +29,7 @@ def test_config_and_weights(tmp_path: Path) -> None:
 
 
 def test_one_of_the_two_is_enough(tmp_path: Path) -> None:
-    """Without weights the sizes are unknown, without a config the shapes tell the width."""
+    """Without weights the sizes are unknown. Without a config the shapes give the hidden size."""
     (tmp_path / "config.json").write_text('{"d_model": 12}')
     facts = probe_model_folder(tmp_path, "--model")
     assert (facts.hidden_size, facts.parameters, facts.largest_parameter) == (12, 0, 0)

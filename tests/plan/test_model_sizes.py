@@ -12,7 +12,7 @@ from zero_plugin.plan.situation import ParameterSize
 
 
 class Tied(nn.Module):
-    """An embedding that is the output's weight too, a frozen layer, and two alike."""
+    """An embedding that is the output's weight too, a frozen layer, and two equal ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_each_tensor_counts_once(device: str) -> None:
-    """Tied tensors are one, frozen ones are apart, and tensors of one size are one entry; on `meta` too."""
+    """Tied tensors are one, frozen ones are separate, and tensors of one size are one entry; on `meta` too."""
     with torch.device(device):
         found = model_sizes(Tied())
     assert found.parameters == (
@@ -40,7 +40,7 @@ def test_each_tensor_counts_once(device: str) -> None:
 
 
 def test_a_partitioned_parameter_counts_whole() -> None:
-    """DeepSpeed's `ds_shape` is a parameter's size where only a piece of it, or none, is here."""
+    """DeepSpeed's `ds_shape` is a parameter's size if only a piece of it, or none, is here."""
     layer = nn.Linear(4, 4, bias=False)
     layer.weight.data = torch.empty(0)
     layer.weight.ds_shape = torch.Size([4, 4])
@@ -57,12 +57,12 @@ def test_a_partitioned_parameter_counts_whole() -> None:
     ],
 )
 def test_experts_are_told_by_name(name: str, expected: bool) -> None:
-    """Routed experts, in a list or stacked, are; the router and a shared expert are not."""
+    """Routed experts, in a list or stacked, are detected. The router and a shared expert are not."""
     assert is_expert(name) is expected
 
 
 def test_sizes_of_transformers_models() -> None:
-    """Width, depth and vocabulary are the configuration's, and blocks are its layers; experts are apart."""
+    """Hidden size, depth and vocabulary are the configuration's, and blocks are its layers; experts are separate."""
     from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
     with torch.device("meta"):

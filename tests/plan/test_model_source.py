@@ -36,7 +36,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_a_configuration_is_traced_or_computed(llama: Path) -> None:
-    """A folder and its file are one; by formula the sizes are equal and the bytes within 2 % of the trace."""
+    """A folder and its file are equivalent. By formula the sizes are equal, and the bytes within 2 % of the trace."""
     traced_sizes, traced = open_model(ModelSource(str(llama)), 128)
     assert open_model(ModelSource(str(llama / "config.json")), 128) == (traced_sizes, traced)
     sizes, computed = open_model(ModelSource(str(llama), trace=False), 128)
@@ -48,7 +48,7 @@ def test_a_configuration_is_traced_or_computed(llama: Path) -> None:
 
 
 def test_heads_that_do_not_share_out_the_width(tmp_path: Path) -> None:
-    """`head_dim` counts where it is not the width of a head's share, as in Qwen3 and Mistral Nemo."""
+    """`head_dim` counts if it is not hidden size / heads, as in Qwen3 and Mistral Nemo."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "head_dim": 256}))
     traced_sizes, traced = open_model(ModelSource(str(tmp_path)), 128)
     sizes, computed = open_model(ModelSource(str(tmp_path), trace=False), 128)
@@ -77,7 +77,7 @@ def test_models_of_other_kinds(tmp_path: Path, kind: str, keys: dict[str, object
 
 
 def test_gpt2_by_formula_has_its_own_parameters(tmp_path: Path) -> None:
-    """An MLP without a gate has as many parameters as the formula's with one; GPT-2 has 124 million."""
+    """An MLP without a gate has as many parameters as the formula's with one. GPT-2 has 124 million."""
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -95,7 +95,7 @@ def test_gpt2_by_formula_has_its_own_parameters(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_weights(tmp_path: Path) -> None:
-    """Headers tell every tensor, width, depth and vocabulary; what they do not tell may be given beside."""
+    """Headers give every tensor, hidden size, depth and vocabulary. Missing facts may be given separately."""
     tensors = {"model.embed_tokens.weight": (100, 16), "lm_head.weight": (100, 16), "model.norm.weight": (16,)}
     for layer in range(3):
         tensors |= {f"model.layers.{layer}.self_attn.{name}_proj.weight": (16, 16) for name in "qkvo"}
@@ -111,7 +111,7 @@ def test_a_folder_of_weights(tmp_path: Path) -> None:
 
 
 def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It returns a module and inputs, or a transformers model; it runs without memory for weights."""
+    """It returns a module and inputs, or a transformers model. It runs without memory for weights."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_models.py").write_text(
         "import torch\n"
@@ -170,7 +170,7 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, source: dict[str, Any], message: str
 ) -> None:
-    """What is missing, broken, or not what the formula describes is an error."""
+    """Missing or broken input, and a model outside the formula, are errors."""
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / "config.json").write_text(content)
@@ -179,7 +179,7 @@ def test_what_is_no_model(
 
 
 def test_no_torch_without_a_trace(llama: Path) -> None:
-    """Numbers, and a configuration by formula, are read in a process that never loads torch."""
+    """A process that never loads torch reads numbers, and a configuration by formula."""
     code = (
         "import sys; from zero_plugin.plan.model_source import ModelSource, open_model; "
         "open_model(ModelSource(parameters=7 * 10**9), 2048); open_model(ModelSource(sys.argv[1], trace=False), 2048); "

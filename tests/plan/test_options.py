@@ -1,4 +1,4 @@
-"""Which strategies are looked at, and which batches."""
+"""The strategies and the batches that the search considers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_batches(wanted: Wanted, expected: list[tuple[int, int]]) -> None:
 
 
 def test_any_batch() -> None:
-    """Without a global batch the powers of two, with the accumulation that is fixed."""
+    """Without a global batch: the powers of two, with the fixed accumulation."""
     found = batches(FOUR, Wanted(accumulation=2))
     assert found[0] == {"micro_batch": 4096, "accumulation": 2}
     assert found[-1] == {"micro_batch": 1, "accumulation": 2}
@@ -48,7 +48,7 @@ def test_any_batch() -> None:
 
 
 def test_every_batch() -> None:
-    """On request any number, so that the largest that fits is found exactly: one more does not fit."""
+    """On request every number is tried, so the largest that fits is exact: one more does not fit."""
     wanted = Wanted(stage=2, offload_optimizer="none", overlap_comm=False, every_batch=True)
     choice = plan(Workload(MODEL, replace(WORK, saved=Affine(0, 10**8)), OptimizerSizes()), FOUR, wanted)
     assert choice.chosen is not None
@@ -72,7 +72,7 @@ def test_every_batch() -> None:
     ],
 )
 def test_stage_0_stands_in_for_ddp(wanted: Wanted, stages: set[int | None]) -> None:
-    """Where DeepSpeed runs whatever is chosen; not where its stage 0 sums bf16 gradients in bf16, as no other does."""
+    """This holds if DeepSpeed runs for every choice, unless stage 0 sums bf16 gradients in bf16, as no other does."""
     assert {setup.stage for _, setup in setups(wanted)} == stages
 
 
@@ -89,7 +89,7 @@ def test_stage_0_stands_in_for_ddp(wanted: Wanted, stages: set[int | None]) -> N
     ],
 )
 def test_batches_that_cannot_be(wanted: Wanted, told: str) -> None:
-    """An error has all the numbers."""
+    """The error has all the numbers."""
     with pytest.raises(ConfigError, match=told):
         batches(FOUR, wanted)
 
@@ -105,7 +105,7 @@ def test_batches_that_cannot_be(wanted: Wanted, told: str) -> None:
     ],
 )
 def test_what_excludes_itself(fixed: dict[str, Any]) -> None:
-    """A stage that cannot offload so is refused, not changed."""
+    """A stage that does not support an offload is refused, not changed."""
     with pytest.raises(ConfigError, match="no such strategy") as told:
         setups(Wanted(**fixed))
     assert "None" not in str(told.value)
@@ -115,21 +115,21 @@ def test_what_excludes_itself(fixed: dict[str, Any]) -> None:
 
 
 def test_partial_offload_needs_deepspeeds_adam() -> None:
-    """For another optimizer the line is there, refused; whole offload is not."""
+    """For another optimizer the line is listed as refused. Full offload is not refused."""
     found = setups(Wanted(stage=3, offload_optimizer="cpu"), optimizer=OptimizerSizes("lion", 1))
     assert {bool(option.refused) for option, setup in found if setup.ratio < 1} == {True}
     assert {bool(option.refused) for option, setup in found if setup.ratio == 1} == {False}
 
 
 def test_partial_offload_acts() -> None:
-    """Sub-groups are a twentieth of a process' elements, so that a tenth of them is one that exists."""
+    """A sub-group is a twentieth of a process's elements, so a tenth of them exists."""
     found = [setup for _, setup in setups(Wanted(stage=3, offload_optimizer="cpu")) if setup.ratio < 1]
     assert {setup.ratio for setup in found} == {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}
     assert {setup.sub_group_size for setup in found} == {10**9 // 4 // 20}
 
 
 def test_whole_offload_before_partial_where_both_are_as_fast() -> None:
-    """With a host as fast as can be there is nothing to gain by a ratio."""
+    """With the fastest possible host a ratio gains nothing."""
     cluster = replace(FOUR, devices=1, memory_bandwidth=1e30, pcie_bandwidth=1e30, adam_bandwidth=1e30)
     wanted = Wanted(stage=3, offload_optimizer="cpu", offload_param="none", micro_batch=1)
     chosen = plan(Workload(MODEL, WORK, OptimizerSizes()), cluster, wanted).chosen
@@ -138,7 +138,7 @@ def test_whole_offload_before_partial_where_both_are_as_fast() -> None:
 
 
 def test_recomputation_only_where_there_are_blocks() -> None:
-    """It is tried where it was traced, and fixed where it is fixed."""
+    """It is tried if it was traced, and fixed if it is fixed."""
     assert not any(setup.activation_checkpointing for _, setup in setups(Wanted()))
     blocks = replace(WORK, checkpointed=Affine(0, 10))
     assert {s.activation_checkpointing for _, s in setups(Wanted(), activations=blocks)} == {False, True}
@@ -147,7 +147,10 @@ def test_recomputation_only_where_there_are_blocks() -> None:
 
 
 def test_sizes_are_those_that_resolution_writes() -> None:
-    """Buckets follow the width (8192² elements), small tensors up to ten times it stay whole; what is fixed is kept."""
+    """Buckets follow the hidden size (8192² elements). Tensors up to ten times it stay unpartitioned.
+
+    Fixed sizes stay.
+    """
     (setup, *_) = (setup for _, setup in setups(Wanted(reduce_bucket=123)))
     assert setup.reduce_bucket == 123
     assert setup.prefetch_bucket == int(0.9 * 8192**2)
@@ -155,7 +158,7 @@ def test_sizes_are_those_that_resolution_writes() -> None:
 
 
 def test_the_largest_parameter_fits_a_swap_buffer() -> None:
-    """As resolution has it: DeepSpeed's 1e8 elements where that is more."""
+    """As in resolution, it is at least DeepSpeed's 1e8 elements."""
     large = replace(MODEL, parameters=(ParameterSize(3 * 10**8),))
     for model, elements in ((MODEL, 10**8), (large, 3 * 10**8)):
         found = options(Workload(model, WORK, OptimizerSizes()), FOUR, Wanted())
@@ -169,7 +172,7 @@ def test_gradients_sum_as_resolution_has_them(precision: Any, width: int) -> Non
 
 
 def test_overlap() -> None:
-    """On at stage 3, tried at stage 2 where there are several processes; below there is none."""
+    """It is on at stage 3 and tried at stage 2 with several processes. Below there is none."""
     found = {(setup.stage, setup.overlap_comm) for _, setup in setups(Wanted())}
     assert found == {(None, False), (1, False), (2, False), (2, True), (3, True)}
     alone = {(setup.stage, setup.overlap_comm) for _, setup in setups(Wanted(), cluster=replace(FOUR, devices=1))}

@@ -1,4 +1,4 @@
-"""The picture of a plan: every way drawn, in the kinds of file that it promises, readable in grey."""
+"""The plot of a plan: every option drawn, in the promised kinds of file, readable in grey."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _matplotlib() -> None:
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
-    """The text of an SVG has each way's name, the chosen one in green, the capacity, and the terms."""
+    """An SVG's text has each option's name, the chosen one in green, the capacity, and the terms."""
     import matplotlib as mpl
 
     choice, cluster = planned()
@@ -53,7 +53,7 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_matplotlib")
 @pytest.mark.parametrize("gpu_memory", [2 * 2**30, 40 * 2**30, 80 * 2**30])
 def test_no_label_covers_a_bar_or_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_memory: int) -> None:
-    """All numbers are beside their axes, and what the lines mean is above them and in the legend."""
+    """All numbers are next to their axes, and the lines' meaning is above them and in the legend."""
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []
@@ -73,7 +73,7 @@ def test_no_label_covers_a_bar_or_a_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_short_of_locked_memory_alone_is_drawn() -> None:
-    """A limit of `ulimit -l` can be raised; a disk that is not there cannot."""
+    """A limit of `ulimit -l` can be raised. A missing disk cannot be added."""
     model = decoder_sizes(parameters=7_000_000_000)
     roomy = state_cluster(gpu_memory=400 * 2**30, host_memory=2**41, gpus=8, nvme=2**43)
     cluster = replace(roomy, memlock_bytes=1)
@@ -89,7 +89,7 @@ def test_what_is_short_of_locked_memory_alone_is_drawn() -> None:
 @pytest.mark.usefixtures("_matplotlib")
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
 def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
-    """The suffix says what is written, also where nothing fits."""
+    """The suffix chooses the format, also if nothing fits."""
     choice, cluster = planned(2 * 2**30)
     assert choice.chosen is None
     file = tmp_path / f"plan{suffix}"
@@ -98,7 +98,7 @@ def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
 
 
 def test_the_colours_stay_apart_in_grey() -> None:
-    """Terms that lie beside each other in a bar differ in lightness."""
+    """Adjacent terms of a bar differ in lightness."""
     from zero_plugin.plan.plan_files import _COLOURS
 
     def lightness(colour: str) -> float:
@@ -110,7 +110,7 @@ def test_the_colours_stay_apart_in_grey() -> None:
 
 
 def test_wrong_names_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another suffix names the legal ones; without matplotlib the message says what to install."""
+    """Another suffix names the legal ones. Without matplotlib the message says what to install."""
     choice, cluster = planned()
     with pytest.raises(ConfigError, match=r"plan\.png, \.svg or \.pdf"):
         draw_plan(tmp_path / "plan.jpeg", choice, cluster, "", 0.1)

@@ -1,4 +1,4 @@
-"""What a run leaves open is planned at `prepare`; the micro-batch too, where no loader tells it."""
+"""`prepare` plans a run's open values; the micro-batch too, if no loader gives it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OPEN: Mapping[str, Any] = {"zero_optimization": {"stage": "auto", "offload_optim
 
 
 def gpt2() -> nn.Module:
-    """Of a million parameters and 128 positions."""
+    """Build a GPT-2 of a million parameters and 128 positions."""
     config = {"n_embd": 128, "n_layer": 4, "n_head": 2, "n_positions": 128, "vocab_size": 1000}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=0))
 
 
 class OwnDecoder(nn.Module):
-    """One whose forward takes what nobody can guess, with its widths in a config of its own."""
+    """A decoder whose forward arguments cannot be guessed, with its sizes in its own config."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def asked(config: Mapping[str, Any], memory: str = "8GiB", **keys: Any) -> Docum
 
 
 def prepared(document: Document, model: nn.Module, batch: Any = None, **facts: Any) -> Resolved:
-    """What a run is resolved to, as `prepare` does it."""
+    """Return a run's resolved config, as `prepare` makes it."""
     known = Facts(machine=MachineFacts(), model=probe_model(model), **{"optimizer": ADAMW, **facts})
     known, _ = plan_open_fields(document, known, model, lambda: batch, ALONE)
     return resolve(document, known)
@@ -66,7 +66,7 @@ def micro_batch(resolved: Resolved) -> tuple[int, str]:
 
 
 def test_alone_it_is_the_largest_that_fits() -> None:
-    """With inputs from the model's config, as long as it has positions; less memory gives a smaller one."""
+    """Its inputs follow the model's config, with the full number of positions. Less memory gives a smaller one."""
     found, reason = micro_batch(prepared(asked(TYPED), gpt2()))
     assert "by the plan the largest that fits, with " in reason
     assert "of 8 GiB on each device" in reason
@@ -76,7 +76,7 @@ def test_alone_it_is_the_largest_that_fits() -> None:
 
 
 def test_alone_it_changes_nothing_else() -> None:
-    """What a plan brings beside an open stage or device stays DeepSpeed's default where both are typed."""
+    """With typed stage and device, the plan's companion values stay DeepSpeed's defaults."""
     offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, **SMALL}}
     planned, typed = (prepared(asked(offload, **batch), gpt2()) for batch in ({}, {MICRO[0]: 2}))
     assert micro_batch(planned)[0] > 2
@@ -86,7 +86,10 @@ def test_alone_it_changes_nothing_else() -> None:
 
 
 def test_an_absent_bucket_is_counted_as_the_run_has_it() -> None:
-    """Of a small model all parameters, though the stage is open; DeepSpeed's default of 2 GB would fit nowhere here."""
+    """It holds all parameters of a small model, though the stage is open.
+
+    DeepSpeed's 2 GB default would fit nowhere here.
+    """
     zero = {"stage": "auto", "offload_optimizer": {"device": "cpu"}}
     parameters = sum(p.numel() for p in gpt2().parameters())
     absent = prepared(asked({"zero_optimization": zero}, "2GiB"), gpt2())
@@ -96,7 +99,7 @@ def test_an_absent_bucket_is_counted_as_the_run_has_it() -> None:
 
 
 def test_twice_is_the_same_and_leaves_the_run_alone() -> None:
-    """The answer is the same each time; no random number is drawn, and no weight changes."""
+    """The answer is the same each time. No random number is drawn, and no weight changes."""
     model = gpt2()
     state, weights = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first, second = (prepared(asked(TYPED), model) for _ in range(2))
@@ -107,7 +110,7 @@ def test_twice_is_the_same_and_leaves_the_run_alone() -> None:
 
 
 def test_it_is_chosen_with_all_else_that_is_open() -> None:
-    """Stage, device and micro-batch are one plan's, each with its reason and said aloud."""
+    """Stage, device and micro-batch belong to one plan. Each is logged with its reason."""
     resolved = prepared(asked(OPEN), gpt2())
     for path in (STAGE, DEVICE, MICRO):
         entry = resolved.tree.get(*path)
@@ -120,17 +123,17 @@ def test_it_is_chosen_with_all_else_that_is_open() -> None:
 
 @pytest.mark.parametrize(("steps", "expected"), [({}, (32, 2)), ({"gradient_accumulation_steps": 8}, (8, 8))])
 def test_under_a_typed_global_batch(steps: dict[str, int], expected: tuple[int, int]) -> None:
-    """The largest divisor that fits; where the accumulation is typed too, nothing but their quotient."""
+    """It is the largest divisor that fits. With a typed accumulation it is their quotient."""
     model = gpt2()
     whole = prepared(asked(TYPED, train_batch_size=64, **steps), model)
     assert micro_batch(whole)[0] * whole.accumulation == 64
-    # 64 samples at once would take 1.3 GiB
+    # 64 samples together would take 1.3 GiB
     short = prepared(asked(TYPED, "1250MiB", train_batch_size=64, **steps), model)
     assert (micro_batch(short)[0], short.accumulation) == expected
 
 
 def test_by_the_decoders_formula() -> None:
-    """A module with the widths of a language model is planned by them where nobody knows what its forward takes."""
+    """A module with a language model's sizes is planned by them if its forward's arguments are unknown."""
     found, reason = micro_batch(prepared(asked(TYPED), OwnDecoder()))
     assert found > 1
     assert "closed formula of a decoder, as no DataLoader shows what a sample is, 512 tokens a sample" in reason
@@ -138,7 +141,7 @@ def test_by_the_decoders_formula() -> None:
 
 @pytest.mark.parametrize("config", [TYPED, OPEN], ids=["typed", "open"])
 def test_nothing_known(config: Mapping[str, Any]) -> None:
-    """Where nothing tells what a sample takes it is 1, with what to do."""
+    """If a sample's size is unknown the micro-batch is 1, with advice."""
     found, reason = micro_batch(prepared(asked(config), nn.Linear(8, 8)))
     assert found == 1
     assert "prepare the training DataLoader, or write a number" in reason
@@ -152,7 +155,7 @@ def test_a_loader_that_hides_its_batch_size() -> None:
 
 
 def test_a_loader_tells() -> None:
-    """What the loop trains on is asked of nobody else: no batch is looked at and no plan made."""
+    """The loader's value is used alone: no batch is read and no plan made."""
     document, loop = asked(TYPED), LoopFacts(4, "the training DataLoader's batch_size")
     facts = Facts(loop, MachineFacts(), optimizer=ADAMW)
     known, activations = plan_open_fields(document, facts, gpt2(), lambda: pytest.fail("looked at a batch"), ALONE)
@@ -163,14 +166,14 @@ def test_a_loader_tells() -> None:
 
 @pytest.mark.parametrize("facts", [{"strategy": "ddp"}, {"strategy": "single"}, {"optimizer": None}], ids=str)
 def test_where_no_number_needs_it(facts: dict[str, Any]) -> None:
-    """Off DeepSpeed, and of a model that is not trained, it is only told, and costs no trace."""
+    """Without DeepSpeed, and for an untrained model, it is only logged, and costs no trace."""
     known = Facts(machine=MachineFacts(), **{"optimizer": ADAMW, **facts})
     model = gpt2()
     assert plan_open_fields(asked(TYPED), known, model, lambda: pytest.fail("looked at a batch"), ALONE)[0] is known
 
 
 def test_where_nothing_fits() -> None:
-    """A micro-batch that alone is open stops no run, since its samples are assumed; an open stage does."""
+    """A micro-batch that alone is open stops no run, since its samples are assumed. An open stage does."""
     found, reason = micro_batch(prepared(asked(TYPED, "700MiB"), gpt2()))
     assert found == 1
     assert "as without a plan: nothing fits: stage 2 needs " in reason
@@ -190,8 +193,9 @@ class Residual(nn.Module):
 
 
 def test_what_the_model_of_a_run_could_save() -> None:
-    """Where activations do not fit, the error names MLPs in chunks and checkpoints in CPU memory; the micro-batch alone
-    is not worth the traces.
+    """If activations do not fit, the error names MLPs in chunks and checkpoints in CPU memory.
+
+    For the micro-batch alone the traces cost too much.
     """
     model, batch = nn.Sequential(nn.Sequential(*(Residual() for _ in range(6)))), torch.zeros(1, 2**16, 16)
     with pytest.raises(ConfigError) as raised:
@@ -205,7 +209,7 @@ def test_what_the_model_of_a_run_could_save() -> None:
 
 
 def test_a_loader_that_comes_later_wins() -> None:
-    """What it trains on is settled anew, and that the plan was made for another number is said."""
+    """Its batch size is settled again, and a log line says that the plan was for another number."""
     document, model = asked(TYPED), gpt2()
     facts = Facts(machine=MachineFacts(), model=probe_model(model), optimizer=ADAMW)
     planned, _ = plan_open_fields(document, facts, model, lambda: None, ALONE)

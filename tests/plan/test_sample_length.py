@@ -1,4 +1,4 @@
-"""How long a sample is taken to be where nobody says it."""
+"""The assumed length of a sample if none is given."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_si
     ids=str,
 )
 def test_as_long_as_the_model_has_positions(config: Any, length: int) -> None:
-    """2048 tokens, or fewer where there are fewer positions; the language part of a nested configuration counts."""
+    """2048 tokens, or the number of positions if smaller. A nested configuration's language part counts."""
     assert usual_length(config) == length
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_config_is_planned_at_its_own_length(tmp_path: Path, trace: bool) -> None:
-    """Traced or by formula, at what its config.json says where no length is asked for."""
+    """Traced or by formula, the length is config.json's if none is requested."""
     (tmp_path / "config.json").write_text(json.dumps({**GPT2, "architectures": ["GPT2LMHeadModel"]}))
     source = ModelSource(str(tmp_path), trace=trace)
     assert open_model(source)[1].sample_length == 256

@@ -1,4 +1,4 @@
-"""What holds of every plan, whatever the model and the machines."""
+"""Properties of every plan, for any model and machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXAMPLES = settings(max_examples=25)
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelSizes, Activations]:
-    """A decoder's shape, from a few million parameters to a hundred billion."""
+    """Draw a decoder's shape, from a few million parameters to a hundred billion."""
     hidden = draw(st.sampled_from([256, 512, 1024, 2048, 4096, 6144, 8192]))
     layers = draw(st.integers(2, 96))
     length = draw(st.sampled_from([128, 1024, 4096]))
@@ -76,7 +76,7 @@ def batch_for(cluster: Cluster, samples: int) -> Wanted:
 
 
 def pace(choice: Choice) -> float:
-    """Seconds per sample of what was chosen; infinite where nothing fits. Of what is alike the search takes any."""
+    """Return the choice's seconds per sample, infinite if nothing fits. The search takes any of equal options."""
     return float("inf") if choice.chosen is None else choice.chosen.seconds_per_sample / (1 + ALIKE)
 
 
@@ -97,7 +97,7 @@ def test_more_memory_is_never_slower(
     which: str,
     factor: float,
 ) -> None:
-    """On the same machines with more of one memory, the plan is as fast or faster."""
+    """With more of one memory on the same machines, the plan is as fast or faster."""
     more: dict[str, Any] = {which: int(getattr(cluster, which) * factor) + GIB}
     wanted = batch_for(cluster, samples)
     before = plan(Workload(*drawn, optimizer), cluster, wanted)
@@ -110,9 +110,9 @@ def test_more_memory_is_never_slower(
 def test_larger_models_are_shared_as_much_or_more(
     drawn: tuple[ModelSizes, Activations], cluster: Cluster, optimizer: OptimizerSizes, factor: float
 ) -> None:
-    """With the batch and the offload fixed, a larger model of the same shape never gets a lower stage.
+    """With fixed batch and offload, a larger model of the same shape never gets a lower stage.
 
-    There is CPU memory for everything: where it runs out, stage 2 needs less of it than stage 3 does.
+    CPU memory is ample. If it runs out, stage 2 needs less of it than stage 3 does.
     """
     cluster = replace(cluster, host_bytes=2**60)
     model, activations = drawn
@@ -143,7 +143,7 @@ def test_what_fits_fits(
     samples: int | None,
     margin: float,
 ) -> None:
-    """Of every candidate: its memory and time are those of its setup, it fits if and only if that has room."""
+    """Each candidate's memory and time are its setup's. It fits if and only if the setup has room."""
     total = None if samples is None else samples * cluster.processes
     choice = plan(Workload(*drawn, optimizer), cluster, Wanted(global_batch=total, margin=margin))
     usable = replace(cluster, device_bytes=int((1 - margin) * cluster.device_bytes))
@@ -171,7 +171,7 @@ def test_what_fits_fits(
 
 
 def every_setup(cluster: Cluster, work: Workload, wanted: Wanted) -> Iterator[Setup]:
-    """All that the search may choose from, one by one."""
+    """Yield every setup that the search may choose, one by one."""
     bases = [setup for option in options(work, cluster, wanted) if not option.refused for setup in option.setups]
     for setup in bases:
         pins = (True, False) if setup.offload_optimizer != "none" and wanted.pin_memory is None else (setup.pin_memory,)
@@ -200,7 +200,7 @@ def compare_with_trying_everything(
     overlap: bool,
     ddp: bool,
 ) -> None:
-    """Of every setup in its space, with every batch, pinned or not, none that fits is faster by more than `ALIKE`."""
+    """Check that no fitting setup, with any batch, pinned or not, is faster than the choice by more than `ALIKE`."""
     work = Workload(*drawn, optimizer)
     total = None if samples is None else samples * cluster.processes
     wanted = Wanted(global_batch=total, precision=precision, overlap_comm=overlap or None, ddp=ddp)
@@ -248,7 +248,7 @@ FIXED: dict[str, st.SearchStrategy[Any]] = {
     ),
 )
 def test_what_is_fixed_is_kept(drawn: tuple[ModelSizes, Activations], cluster: Cluster, fixed: dict[str, Any]) -> None:
-    """Every candidate has every fixed value, or the question is refused because they exclude each other."""
+    """Every candidate has every fixed value, or the question is refused because the values exclude each other."""
     try:
         choice = plan(Workload(*drawn, OptimizerSizes()), cluster, Wanted(global_batch=12 * cluster.processes, **fixed))
     except ConfigError as error:
@@ -278,10 +278,10 @@ def test_same_question_same_answer(
 @settings(max_examples=8)
 @given(models(), clusters)
 def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> None:
-    """Each change makes the model fit; a model of the largest size fits, and one a hundredth larger does not.
+    """Each change makes the model fit. A model of the largest size fits, and one a hundredth larger does not.
 
-    With page-locked tensors, rounded up to powers of two, or with whole sub-groups on one side, a slightly larger model
-    can take less.
+    With page-locked tensors, rounded up to powers of two, or with complete sub-groups on one side, a slightly larger
+    model can take less.
     """
     wanted = replace(batch_for(cluster, 6), pin_memory=False, ratio=1.0)
     choice = plan(Workload(*drawn, OptimizerSizes()), cluster, wanted)
@@ -305,15 +305,17 @@ def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> Non
 def test_larger_micro_batches_are_never_slower(
     drawn: tuple[ModelSizes, Activations], cluster: Cluster, optimizer: OptimizerSizes, stage: Any
 ) -> None:
-    """Which is why the search takes the largest that fits: the same samples in fewer micro-batches."""
+    """This is why the search takes the largest that fits: the same samples in fewer micro-batches."""
     setups = [Setup(stage=stage, micro_batch=m, accumulation=16 // m) for m in (1, 2, 4, 8, 16)]
     seconds = [step_time(Workload(*drawn, optimizer), setup, cluster).seconds for setup in setups]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
 
 
 def test_simplest_of_equally_fast_ones() -> None:
-    """Where all weights fit and nothing else takes time, plain training is chosen over every stage, and no option is
-    missing from the lines."""
+    """If all weights fit and only computation takes time, plain training wins over every stage.
+
+    The lines list every option.
+    """
     model = ModelSizes("one", (ParameterSize(1000, 1000),))
     cluster = replace(state_cluster(gpu="A100-80GB", nvme=GIB * 1000), memory_bandwidth=1e30, pcie_bandwidth=1e30)
     cluster = replace(cluster, adam_bandwidth=1e30, nvme_read=1e30, nvme_write=1e30)
@@ -339,7 +341,7 @@ def test_simplest_of_equally_fast_ones() -> None:
 )
 @EXAMPLES
 def test_highest_line(drawn: list[tuple[int, int]], samples: int) -> None:
-    """The few lines that are kept of many give their maximum at every micro-batch, far beyond 16 too."""
+    """The few lines kept of many give their maximum at every micro-batch, far beyond 16 too."""
     lines = [Affine(*pair) for pair in drawn]
     found = highest(lines)
     most = max(line.at(samples) for line in lines)
@@ -359,7 +361,7 @@ def test_highest_line(drawn: list[tuple[int, int]], samples: int) -> None:
 def test_checkpointing_never_costs_more(
     size: int, length: int, samples: int, stage: Any, processes: int, accumulation: int
 ) -> None:
-    """What a decoder takes of a device with activation checkpointing is at most what it takes without."""
+    """A decoder's device memory with activation checkpointing is at most its memory without."""
     model = decoder_sizes(parameters=size)
     cluster = state_cluster(gpu_memory=1000 * GIB, host_memory=1000 * GIB, gpus=processes)
     plain = Setup(stage=stage, micro_batch=samples, accumulation=accumulation)

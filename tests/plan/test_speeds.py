@@ -23,14 +23,14 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with this machine's constants, measured once for all tests that only need some."""
+    """Return a file with this machine's constants, measured once for all tests that only need some."""
     cache = tmp_path_factory.mktemp("measured") / "constants.json"
     measure_cluster(cache=cache)
     return cache
 
 
 def test_measured_once(tmp_path: Path) -> None:
-    """What the file says is taken as it stands; every speed is there, is positive, and tells where it comes from."""
+    """The file's values are used unchanged. Every speed is present, is positive, and has its source."""
     cache = tmp_path / "deep" / "constants.json"
     first = measure_cluster(processes=2, nodes=3, cache=cache)
     assert (first.devices, first.nodes, first.processes) == (2, 3, 6)
@@ -52,7 +52,7 @@ def test_measured_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["[]", "{"])
 def test_damaged_file_is_measured_anew(tmp_path: Path, damage: str) -> None:
-    """A file that cannot be understood costs a measurement, and is replaced."""
+    """A file that cannot be parsed costs a measurement, and is replaced."""
     cache = tmp_path / "constants.json"
     cache.write_text(damage)
     assert "measured now" in measure_cluster(cache=cache).sources["adam_bandwidth"]
@@ -61,7 +61,7 @@ def test_damaged_file_is_measured_anew(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("here", [{}, {"speeds": []}], ids=["not measured", "damaged"])
 def test_other_machines_keep_their_measurements(measured: Path, tmp_path: Path, here: dict[str, Any]) -> None:
-    """A home folder is shared by many nodes: measuring one leaves what the file has of the others."""
+    """Many nodes share a home folder. Measuring one keeps the file's values of the others."""
     (machine,) = json.loads(measured.read_text())
     cache = tmp_path / "constants.json"
     cache.write_text(json.dumps({"another": {"day": "2020-01-01", "speeds": {}}} | ({machine: here} if here else {})))
@@ -73,7 +73,7 @@ def test_other_machines_keep_their_measurements(measured: Path, tmp_path: Path, 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one thread is all there is")
 def test_the_update_is_measured_on_the_whole_node(tmp_path: Path) -> None:
-    """The plan divides it among a node's processes, so all cores take part; the process' own threads come back."""
+    """The plan divides it among a node's processes, so all cores take part. The process's own threads are restored."""
     found = set()
     hook = register_optimizer_step_pre_hook(lambda *_: found.add(torch.get_num_threads()))
     threads = torch.get_num_threads()
@@ -89,14 +89,14 @@ def test_the_update_is_measured_on_the_whole_node(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(GPU, reason="a GPU is there")
 def test_cpu_shares_one_memory(measured: Path) -> None:
-    """Without a GPU the processes of a node share its memory, device and host being one."""
+    """Without a GPU the processes of a node share its memory: device and host are the same."""
     cluster = measure_cluster(processes=4, cache=measured)
     assert cluster.device_name == "CPU"
     assert cluster.device_bytes == cluster.host_bytes // 4
 
 
 class Driver:
-    """NVML as a machine's driver answers it: which links are active, and their version."""
+    """A machine's driver as NVML shows it: the active links and their version."""
 
     class NVMLError(Exception):
         pass
@@ -126,7 +126,7 @@ class Driver:
 @pytest.mark.parametrize(
     ("driver", "bandwidth", "source"),
     [
-        (Driver(12, 4), 300e9, "12 active NVLinks"),  # A100's sheet: 600 GB/s, both ways together
+        (Driver(12, 4), 300e9, "12 active NVLinks"),  # A100's sheet: 600 GB/s, both directions together
         (Driver(4, 1), 80e9, "4 active NVLinks"),  # P100's: 160
         (Driver(12, 7), 600e9, "12 active NVLinks"),
         (Driver(0, 4), 10e9, "reports no active NVLink"),
@@ -138,7 +138,7 @@ class Driver:
 def test_links_of_a_live_machine(
     driver: Driver | None, bandwidth: float, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver is asked for them; without it or its library a data sheet says what the name has."""
+    """The driver gives the links. Without it or its library, the data sheet of the name does."""
     monkeypatch.setattr(speeds, "installed_version", lambda _: None if driver is None else "13")
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
@@ -148,7 +148,7 @@ def test_links_of_a_live_machine(
 
 
 def test_disk(measured: Path, tmp_path: Path) -> None:
-    """A folder for NVMe offload brings free bytes and speeds; nothing of the measurement stays in it."""
+    """A folder for NVMe offload has free bytes and speeds. No file of the measurement stays there."""
     folder = tmp_path / "nvme"
     folder.mkdir()
     cluster = measure_cluster(nvme_path=folder, cache=measured)
@@ -158,6 +158,6 @@ def test_disk(measured: Path, tmp_path: Path) -> None:
 
 
 def test_file_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`XDG_CACHE_HOME` says where the file is."""
+    """`XDG_CACHE_HOME` sets the file's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert constants_file() == tmp_path / "zero_plugin" / "constants.json"

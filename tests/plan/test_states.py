@@ -1,4 +1,4 @@
-"""Model states, buffers and their sum by the plan's arithmetic; real engines are compared in test_live_states.py."""
+"""Model states, buffers and their sum by the plan's arithmetic. test_live_states.py compares real engines."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from zero_plugin.plan.situation import (
 
 GIB = 2**30
 ADAM = OptimizerSizes()
-# 7 × 2^30 elements in matrices that every number of processes here divides, none small enough to stay whole.
+# 7 × 2^30 elements in matrices that divide evenly by every number of processes here, each too large to stay
+# unpartitioned.
 SEVEN = ModelSizes("7B", (ParameterSize(2**24, 448),), largest_module=2**24)
 NONE = Activations(Affine())
 A100 = Cluster(80 * GIB, 1000 * GIB, devices=8)
 
 
 def per_parameter(setup: Setup, processes: int, optimizer: OptimizerSizes = ADAM) -> float:
-    """Bytes on the device for each parameter at the end of a window, without stage 3's bucket."""
+    """Return bytes on the device for each parameter at the end of a window, without stage 3's bucket."""
     memory = ProcessMemory(SEVEN, optimizer, replace(setup, reduce_bucket=0), processes)
     states = memory.device_states()
     staged = states.pop("buckets", 0) if setup.stage not in (None, 3) else 0
@@ -49,11 +50,11 @@ def per_parameter(setup: Setup, processes: int, optimizer: OptimizerSizes = ADAM
 @pytest.mark.parametrize(
     ("setup", "expected"),
     [
-        (Setup(None, "no"), 4 + 8 + 8),  # weights, gradients beside DDP's buckets, two moments: all in fp32
-        (Setup(None, "bf16"), 4 + 8 + 8),  # autocast leaves them so
+        (Setup(None, "no"), 4 + 8 + 8),  # weights, gradients in addition to DDP's buckets, two moments: all in fp32
+        (Setup(None, "bf16"), 4 + 8 + 8),  # autocast does not change them
         (Setup(None, "bf16", gradient_views=True), 4 + 4 + 8),
         (Setup(0, "bf16"), 2 + 2 + 4 + 8),
-        (Setup(1, "bf16"), 2 + 2 + 4 + 12 / 8),  # sums of all gradients in fp32, beside those of the last backward
+        (Setup(1, "bf16"), 2 + 2 + 4 + 12 / 8),  # fp32 sums of all gradients, and the last backward's gradients
         (Setup(1, "bf16", gradient_bytes=2), 2 + 2 + 12 / 8),
         (Setup(2, "bf16"), 2 + 4 / 8 + 12 / 8),
         (Setup(2, "fp16", gradient_bytes=2), 2 + 2 / 8 + 12 / 8),
@@ -89,7 +90,7 @@ def test_bytes_of_each_parameter_on_the_device(setup: Setup, expected: float) ->
     ids=str,
 )
 def test_bytes_of_each_parameter_in_host_memory(setup: Setup, expected: float) -> None:
-    """Of all processes together; without the gradient that is on its way, and NVMe's buffers."""
+    """For all processes together, without the gradient in transit and NVMe's buffers."""
     found = ProcessMemory(SEVEN, ADAM, setup, 8).host_tensors()
     passing = sum(found["staging"][1:]) if "staging" in found else 0
     assert (sum(sum(sizes) for sizes in found.values()) - passing) * 8 / SEVEN.elements == expected
@@ -106,13 +107,13 @@ def test_bytes_of_each_parameter_in_host_memory(setup: Setup, expected: float) -
     ids=str,
 )
 def test_bytes_of_each_parameter_on_nvme(setup: Setup, expected: float) -> None:
-    """Of all processes together."""
+    """For all processes together."""
     assert sum(ProcessMemory(SEVEN, ADAM, setup, 8).nvme_states().values()) * 8 / SEVEN.elements == expected
 
 
 @pytest.mark.parametrize(("name", "states"), [("sgd", 0), ("lion", 1), ("adamw", 2), ("unknown", 5)])
 def test_an_optimizer_counts_by_its_states(name: str, states: int) -> None:
-    """Each takes four bytes for an element of the partition, wherever it lives."""
+    """Each state takes four bytes per element of the partition, on any device."""
     optimizer = OptimizerSizes(name, states)
     assert per_parameter(Setup(2), 8, optimizer) == 2 + (4 + 4 + 4 * states) / 8
     in_host = ProcessMemory(SEVEN, optimizer, Setup(2, offload_optimizer="cpu"), 8).host_tensors()
@@ -121,7 +122,7 @@ def test_an_optimizer_counts_by_its_states(name: str, states: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, None])
 def test_frozen_weights_cost_themselves_alone(stage: Any) -> None:
-    """LoRA: no gradient, master or state is kept of them."""
+    """LoRA: they have no gradient, master or state."""
     adapter = ParameterSize(2**20, 8)
     lora = ModelSizes("lora", (*(replace(p, trainable=False) for p in SEVEN.parameters), adapter))
     alone = ModelSizes("adapter", (adapter,))
@@ -132,7 +133,7 @@ def test_frozen_weights_cost_themselves_alone(stage: Any) -> None:
 
 
 def test_frozen_weights_keep_their_type_without_zero() -> None:
-    """In 16 bits they take two bytes and no copy under autocast; what is trained is fp32."""
+    """In 16 bits they take two bytes and no copy under autocast. Trained weights are fp32."""
     halves = ModelSizes("lora", (ParameterSize(2**24, 448, trainable=False, width=2), ParameterSize(2**20)))
     terms = footprint(Workload(halves, NONE, ADAM), Setup(None), A100).phases["forward"]
     assert (terms["parameters"], terms["autocast copies"]) == (2 * SEVEN.elements + 4 * 2**20, 2 * 2**20)
@@ -141,7 +142,7 @@ def test_frozen_weights_keep_their_type_without_zero() -> None:
 
 
 def test_padding() -> None:
-    """Stages 1 and 2 pad the whole to two elements for each process, stage 3 each parameter to their number."""
+    """Stages 1 and 2 pad the total to two elements per process, stage 3 each parameter to the number of processes."""
     odd = (ParameterSize(7, 3), ParameterSize(5, trainable=False))
     assert flat_elements(odd, 4) == 24
     assert sharded_elements(odd, 4, trainable=True) == 6
@@ -153,7 +154,7 @@ def test_padding() -> None:
 
 
 def test_sub_groups() -> None:
-    """A parameter that reaches the size closes its sub-group; one sub-group where all is smaller."""
+    """A parameter that reaches the size closes its sub-group. If all are smaller, one sub-group exists."""
     sizes = (ParameterSize(10, 5), ParameterSize(3), ParameterSize(100, trainable=False))
     assert sub_groups(sizes, 1, 20) == (20, 20, 13)
     assert sub_groups(sizes, 1, 15) == (20, 20, 13)
@@ -163,7 +164,7 @@ def test_sub_groups() -> None:
 
 @pytest.mark.parametrize(("ratio", "on_device"), [(1.0, 0), (0.9, 0), (0.75, 1), (0.5, 2), (0.0, 4)])
 def test_ratio_acts_on_whole_sub_groups(ratio: float, on_device: int) -> None:
-    """Of four sub-groups the first ones stay on the device, rounded down, with masters, states and gradients."""
+    """The first of four sub-groups stay on the device, rounded down, with masters, states and gradients."""
     model = ModelSizes("four", (ParameterSize(2**20, 4),))
     setup = Setup(3, offload_optimizer="cpu", ratio=ratio, sub_group_size=2**17, reduce_bucket=0)
     memory = ProcessMemory(model, ADAM, setup, 8)
@@ -185,7 +186,7 @@ def test_ratio_acts_on_whole_sub_groups(ratio: float, on_device: int) -> None:
     ],
 )
 def test_gathered_parameters_bound_what_was_measured(live: int, reuse: int, prefetch: int, measured: int) -> None:
-    """Elements that DeepSpeed 0.19.8 had gathered at most, on two processes, of 40 layers of 65 × 65."""
+    """The most elements that DeepSpeed 0.19.8 had gathered, on two processes, of 40 layers of 65 × 65."""
     layers = (ParameterSize(65 * 65, 40), ParameterSize(65, 42), ParameterSize(101 * 65))
     model = ModelSizes("layers", layers)
     setup = Setup(3, prefetch_bucket=prefetch, max_live_parameters=live, max_reuse_distance=reuse)
@@ -196,20 +197,20 @@ def test_gathered_parameters_bound_what_was_measured(live: int, reuse: int, pref
 
 
 def test_experts_of_a_layer_are_gathered_together() -> None:
-    """Of two layers of 8 experts, one is gathered: in a flat buffer, and copied out of it."""
+    """One of two layers of 8 experts is gathered in a flat buffer, and copied out of the buffer."""
     experts = ModelSizes("moe", (ParameterSize(2**20, 16, expert=True), ParameterSize(2**18, 2)), layers=2)
     setup = Setup(3, prefetch_bucket=0, max_reuse_distance=0)
     assert ProcessMemory(experts, ADAM, setup, 8).gathered_parameters() == 2 * (8 * 2**20 + 8 * 2**20)
 
 
 def test_nothing_is_gathered_on_one_device() -> None:
-    """Unless the weights are elsewhere."""
+    """One device gathers only if the weights are elsewhere."""
     assert ProcessMemory(SEVEN, ADAM, Setup(3), 1).gathered_parameters() == 0
     assert ProcessMemory(SEVEN, ADAM, Setup(3, offload_param="cpu"), 1).gathered_parameters() > 0
 
 
 def test_swapping_weights_takes_room_for_whole_parameters() -> None:
-    """Not for partitions: a sub-group of everything would lock all 14 GiB in each process."""
+    """Room for partitions is not enough: one sub-group of everything would lock all 14 GiB in each process."""
     everything = Setup(3, offload_param="nvme", param_buffer=0)
     assert ProcessMemory(SEVEN, ADAM, everything, 8).swap_buffers() == 2 * SEVEN.elements
     small = replace(everything, sub_group_size=2**24)
@@ -217,7 +218,7 @@ def test_swapping_weights_takes_room_for_whole_parameters() -> None:
 
 
 def test_a_step_at_stage_3_works_on_one_sub_group() -> None:
-    """It flattens the gradients of that sub-group, casts them where they are in 16 bits, and updates."""
+    """It flattens the sub-group's gradients, casts 16-bit ones, and updates."""
     whole = Setup(3)
     assert sum(ProcessMemory(SEVEN, ADAM, whole, 8).step_moments()[-1].values()) == SEVEN.elements // 8 * (4 + 4)
     small = replace(whole, sub_group_size=2**21)
@@ -227,7 +228,7 @@ def test_a_step_at_stage_3_works_on_one_sub_group() -> None:
 
 
 def test_terms_of_the_peak() -> None:
-    """The footprint's device is its largest phase, and what torch allocates is less by context and fragmentation."""
+    """The footprint's device is its largest phase. torch allocates this without context and fragmentation."""
     activations = Activations(Affine(GIB, 2 * GIB), Affine(0, GIB // 2))
     found = footprint(Workload(SEVEN, activations, ADAM), Setup(2, micro_batch=3), A100)
     sums = {name: sum(terms.values()) for name, terms in found.phases.items()}
@@ -240,7 +241,7 @@ def test_terms_of_the_peak() -> None:
 
 
 def test_checkpointed_activations() -> None:
-    """They replace both, where the model has blocks; else nothing changes."""
+    """They replace both, if the model has blocks; otherwise nothing changes."""
     setup = Setup(2, activation_checkpointing=True)
     plain = Activations(Affine(0, 100 * GIB), Affine(0, GIB))
     less = replace(plain, checkpointed=Affine(0, 3 * GIB), checkpointed_transient=Affine(0, 2 * GIB))
@@ -250,7 +251,7 @@ def test_checkpointed_activations() -> None:
 
 
 def test_offloaded_gradients_pass_the_device() -> None:
-    """The norm of each is computed there, in fp64; to NVMe they go by sub-groups, which gather there in fp32."""
+    """Each norm is computed there, in fp64. For NVMe they go by sub-groups, which gather there in fp32."""
     largest = max(p.elements for p in SEVEN.parameters) // 8
     ways = {device: Setup(3, offload_optimizer=device, sub_group_size=2**28) for device in ("cpu", "nvme")}
     moments = {name: ProcessMemory(SEVEN, ADAM, setup, 8).step_moments()[0] for name, setup in ways.items()}
@@ -260,7 +261,7 @@ def test_offloaded_gradients_pass_the_device() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_buckets_come_with_the_first_gradient(stage: int) -> None:
-    """By then the loss' working space is gone; and a full bucket is copied when its share of the backward is over.
+    """Then the loss's working space is free. A full bucket is copied when its part of the backward is over.
 
     On an H100 GPT-2 of 774 million parameters had, with buckets of 500 million elements, the peak of its loss's
     backward without them (benchmarks/RESULTS.md).
@@ -282,14 +283,14 @@ def test_buckets_come_with_the_first_gradient(stage: int) -> None:
 
 
 def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:
-    """Only where they accumulate do the last backward's activations meet the gradients of all parameters."""
+    """Only with accumulation do the last backward's activations coexist with the gradients of all parameters."""
     once, twice = (
         footprint(Workload(SEVEN, NONE, ADAM), Setup(None, "no", accumulation=n), replace(A100, devices=1))
         for n in (1, 2)
     )
     assert "gradients" not in {name for name, size in once.phases["forward"].items() if size}
     assert twice.phases["forward"]["gradients"] == 4 * SEVEN.elements
-    # DDP's buckets exist throughout; before the last backward gradients accumulate beside them.
+    # DDP's buckets exist throughout. Before the last backward gradients accumulate next to them.
     ddp = Setup(None, "no", gradient_views=True)
     once, twice = (footprint(Workload(SEVEN, NONE, ADAM), replace(ddp, accumulation=n), A100) for n in (1, 2))
     assert once.phases["forward"]["gradients"] == 4 * SEVEN.elements
@@ -297,7 +298,7 @@ def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:
 
 
 def test_flat_copy_is_made_where_it_fits() -> None:
-    """DeepSpeed flattens on the device while the parameters are still there, else in CPU memory."""
+    """DeepSpeed flattens on the device while the parameters are still there; if they do not fit, in CPU memory."""
     room = footprint(Workload(SEVEN, NONE, ADAM), Setup(2), A100)
     assert room.phases["initialisation"]["flat copy"] == 2 * SEVEN.elements
     tight = footprint(Workload(SEVEN, NONE, ADAM), Setup(2), replace(A100, device_bytes=20 * GIB))
@@ -305,7 +306,7 @@ def test_flat_copy_is_made_where_it_fits() -> None:
 
 
 def test_host_memory_is_of_a_node() -> None:
-    """All its processes together; page-locked tensors take powers of two, and NVMe's buffers count for memlock."""
+    """Its processes count together. Page-locked tensors take powers of two, and NVMe's buffers count for memlock."""
     setup = Setup(3, offload_optimizer="cpu", pin_memory=False)
     one = footprint(Workload(SEVEN, NONE, ADAM), setup, A100)
     two = footprint(Workload(SEVEN, NONE, ADAM), setup, replace(A100, nodes=2))
@@ -316,7 +317,7 @@ def test_host_memory_is_of_a_node() -> None:
     # 7/8 × 2^30 elements of each process become 2^30: the gradients, twice. The optimizer pins nothing.
     assert pinned.host["gradients"] == 8 * 2 * 4 * 2**30 == 8 * pinned.pinned
     assert pinned.host["master weights"] + pinned.host["optimizer states"] == 12 * SEVEN.elements
-    # Each of the 448 partitions of 4 MiB was pinned by itself before all of them were in one.
+    # Each of the 448 partitions of 4 MiB was pinned separately, before all of them were in one.
     both = footprint(Workload(SEVEN, NONE, ADAM), replace(setup, pin_memory=True, offload_param="cpu"), A100)
     assert both.pinned - pinned.pinned == 2 * 2**30 + 448 * 4 * 2**20
     swapping = footprint(Workload(SEVEN, NONE, ADAM), replace(setup, offload_optimizer="nvme"), A100)
@@ -325,7 +326,7 @@ def test_host_memory_is_of_a_node() -> None:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSizes:
-    """With small and large, trained and frozen parameters."""
+    """Draw models with small and large, trained and frozen parameters."""
     size = st.builds(ParameterSize, st.integers(1, 2**24), st.integers(1, 4), st.booleans(), st.just(value=False))
     trained = ParameterSize(draw(st.integers(1, 2**24)))
     return ModelSizes("drawn", (*draw(st.lists(size, max_size=6)), trained))
@@ -333,13 +334,13 @@ def models(draw: st.DrawFn) -> ModelSizes:
 
 @given(models(), st.sampled_from(["no", "bf16", "fp16"]), st.sampled_from([1, 2, 4, 8, 64]))
 def test_a_higher_stage_never_keeps_more(model: ModelSizes, precision: Any, processes: int) -> None:
-    """Of stages 1 to 3, on one device between two steps and at a window's end, but for padding and stage 3's extras."""
+    """This holds for stages 1 to 3, between steps and at a window's end, except for padding and stage 3's extras."""
     gradient_bytes = 2 if precision == "fp16" else 4
     kept = []
     for stage in (1, 2, 3):
         setup = Setup(stage, precision, gradient_bytes=gradient_bytes, reduce_bucket=0, persistence_threshold=0)
         padding = 24 * (len(model.parameters) * 4 + 2 * processes)
-        # Stage 2 keeps gradients in 16 bits whole where a partition begins or ends inside of them.
+        # Stage 2 keeps gradients in 16 bits unpartitioned if a partition begins or ends inside of them.
         memory = ProcessMemory(model, ADAM, setup, processes)
         kept.append(sum(memory.device_states().values()) + memory.window_gradients())
         if len(kept) > 1:
@@ -348,7 +349,7 @@ def test_a_higher_stage_never_keeps_more(model: ModelSizes, precision: Any, proc
 
 @given(models(), st.sampled_from([1, 2, 3]), st.sampled_from(["no", "bf16", "fp16"]), st.sampled_from([1, 2, 8]))
 def test_offload_moves_states(model: ModelSizes, stage: Any, precision: Any, processes: int) -> None:
-    """The device never keeps more with it, and masters and optimizer states are the same bytes on the other side."""
+    """The device never keeps more with it. Masters and optimizer states are the same bytes on the other side."""
     here = Setup(stage, precision, gradient_bytes=2 if precision == "fp16" else 4)
     there = replace(here, offload_optimizer="cpu")
     on_device, left = (ProcessMemory(model, ADAM, setup, processes).device_states() for setup in (here, there))
@@ -361,7 +362,7 @@ def test_offload_moves_states(model: ModelSizes, stage: Any, precision: Any, pro
 
 @given(models(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 64), st.integers(1, 64))
 def test_more_processes_never_need_more_of_each(model: ModelSizes, stage: Any, few: int, many: int) -> None:
-    """From two on (one gathers and reduces nothing), by more than padding."""
+    """From two on (one gathers and reduces nothing), the need of each never grows by more than padding."""
     few, many = sorted((few + 1, many + 1))
     setup = Setup(stage, persistence_threshold=0)
     less, more = (sum(ProcessMemory(model, ADAM, setup, n).device_states().values()) for n in (many, few))
@@ -369,7 +370,10 @@ def test_more_processes_never_need_more_of_each(model: ModelSizes, stage: Any, f
 
 
 def test_a_cpu_has_no_context_and_no_empty_buckets() -> None:
-    """A bucket of 5e8 elements of which a model of 8 million fills a sixtieth takes that; on a GPU it is all there."""
+    """On a CPU a bucket of 5e8 elements takes only the sixtieth that a model of 8 million fills.
+
+    On a GPU it takes all.
+    """
     model = ModelSizes("small", (ParameterSize(8_000, 1000),))
     setup = Setup(stage=1, precision="no", gradient_bytes=4, reduce_bucket=500_000_000)
     work = Workload(model, Activations(Affine()), OptimizerSizes())
@@ -381,7 +385,7 @@ def test_a_cpu_has_no_context_and_no_empty_buckets() -> None:
 
 
 def test_activations_in_cpu_memory() -> None:
-    """They are in that of the machine, of all its processes; where the device is a CPU, in the device's."""
+    """They are in the machine's, for all its processes. If the device is a CPU, they are in the device's."""
     setup, moving = Setup(2, micro_batch=3), Activations(Affine(0, GIB), moved=Affine(100, 1000))
     work = Workload(SEVEN, moving, ADAM)
     found = footprint(work, setup, A100)

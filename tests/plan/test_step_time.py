@@ -1,4 +1,4 @@
-"""The time of a step, against amounts worked out by hand."""
+"""The time of a step, compared with amounts worked out by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_plugin.plan.situation import (
     Workload,
 )
 
-# One billion parameters in ten tensors; numbers of which each term can be told apart.
+# One billion parameters in ten tensors, with numbers that make each term distinguishable.
 MODEL = ModelSizes("one", (ParameterSize(100_000_000, 10),))
 WORK = Activations(Affine(0, 1000), flops_per_sample=1e12)
 ADAM = OptimizerSizes()
@@ -51,7 +51,7 @@ def time(setup: Setup, cluster: Cluster = CLUSTER, **changed: Any) -> StepTime:
 
 
 def test_one_device() -> None:
-    """8 samples of 1e12 operations forward and 2e12 backward at 1e13; AdamW moves 28 bytes of each of 1e9 elements."""
+    """8 samples of 1e12 operations forward and 2e12 backward at 1e13. AdamW moves 28 bytes of each of 1e9 elements."""
     found = terms(Setup(stage=None, micro_batch=4, accumulation=2), ONE)
     assert found == pytest.approx({"compute": 8 * 3e12 / 1e13, "optimizer": 28e9 / 1e12})
 
@@ -62,18 +62,18 @@ def test_precision() -> None:
 
 
 def test_checkpointing_repeats_the_forward() -> None:
-    """Four parts of work in place of three."""
+    """Four parts of work instead of three."""
     assert terms(Setup(stage=None, activation_checkpointing=True), ONE)["compute"] == pytest.approx(0.4)
 
 
 def test_frozen_weights_have_no_gradients() -> None:
-    """Without any trainable weight the backward is as long as the forward, and nothing is updated or reduced."""
+    """Without trainable weights the backward is as long as the forward. No weight is updated, no gradient reduced."""
     frozen = ModelSizes("frozen", (ParameterSize(100_000_000, 10, trainable=False),))
     assert terms(Setup(stage=None), model=frozen) == pytest.approx({"compute": 0.2})
 
 
 def test_tiny_batches_wait_for_weights() -> None:
-    """With no work to speak of, a forward reads 2 bytes per weight, a backward reads them and writes the gradients'."""
+    """With negligible work, a forward reads 2 bytes per weight; a backward reads them and writes the gradients'."""
     idle = replace(WORK, flops_per_sample=1.0)
     assert terms(Setup(stage=1), ONE, activations=idle)["compute"] == pytest.approx(3 * 2e9 / 1e12)
     assert terms(Setup(stage=None), ONE, activations=idle)["compute"] == pytest.approx(3 * 8e9 / 1e12)
@@ -104,7 +104,7 @@ def test_collectives(setup: Setup, gradients: float, weights: float) -> None:
 
 
 def test_ddp_reduces_beside_the_last_backward() -> None:
-    """fp32 gradients take 60 ms; a backward of 200 ms hides them, one of 20 ms hides 20."""
+    """fp32 gradients take 60 ms. A backward of 200 ms hides them, one of 20 ms hides 20."""
     hidden = time(Setup(stage=None))
     assert "gradients between devices" not in hidden.terms
     assert hidden.hidden["gradients between devices"] == pytest.approx(0.06)
@@ -118,8 +118,10 @@ def test_overlap_comm() -> None:
 
 
 def test_stage_3_gathers_and_reduces_beside_its_passes() -> None:
-    """Two gathers of 15 ms and a reduction of 15 ms: a forward of 100 ms and a backward of 200 ms hide all, of 1 ms and
-    2 ms none but these; where PCIe takes longer than what is sent, it alone is waited for."""
+    """Two gathers of 15 ms and a reduction of 15 ms are hidden by 100 ms forward and 200 ms backward.
+
+    Passes of 1 ms and 2 ms hide only that much. If PCIe takes longer than the communication, only PCIe counts.
+    """
     setup = Setup(stage=3, overlap_comm=True)
     assert not {"gradients between devices", "weights between devices"} & terms(setup).keys()
     assert time(setup).hidden["weights between devices"] == pytest.approx(0.03)
@@ -138,15 +140,16 @@ def test_stage_3_gathers_and_reduces_beside_its_passes() -> None:
 @pytest.mark.parametrize(
     ("nodes", "shared_by", "seconds_of_a_pass"),
     [
-        (1, 2, 4 * (1000 / 2) * 64 * 2 / 2 / 1e11),  # a half of what it has goes to the other one
+        (1, 2, 4 * (1000 / 2) * 64 * 2 / 2 / 1e11),  # a half of its heads goes to the other one
         (1, 4, 4 * (1000 / 4) * 64 * 2 * 3 / 4 / 1e11),
         (2, 4, 4 * (1000 / 4) * 64 * 2 * 3 / 4 / 1e11),  # a group is a node
-        (2, 8, 4 * 4 * (1000 / 8) * 64 * 2 * 4 / 8 / 1e10),  # a half of what a node's four have goes to the other node
+        (2, 8, 4 * 4 * (1000 / 8) * 64 * 2 * 4 / 8 / 1e10),  # half of the heads of a node's four goes to the other node
     ],
 )
 def test_processes_that_share_samples_exchange_heads(nodes: int, shared_by: int, seconds_of_a_pass: float) -> None:
-    """Queries, keys, values and the result of 1000 tokens × 64 × 2 bytes, in both passes of each of three layers; with
-    checkpoints once more. In the computation's own stream, so that nothing hides it.
+    """Queries, keys, values and the result of 1000 tokens × 64 × 2 bytes, in both passes of each of three layers.
+
+    With checkpoints they move once more. They are in the computation's own stream, so nothing hides them.
     """
     model = replace(MODEL, hidden_size=64, layers=3)
     work = replace(WORK, sample_length=1000)
@@ -163,7 +166,7 @@ def test_processes_that_share_samples_exchange_heads(nodes: int, shared_by: int,
 
 
 def test_operations_that_are_not_known() -> None:
-    """Two for each element and token of a sample, of which each process that shares it computes its part."""
+    """Two for each element and token of a sample. Each process that shares the sample computes its part."""
     work = Activations(Affine(0, 1000), sample_length=1000)
     for shared_by in (1, 4):
         found = terms(Setup(stage=1, precision="bf16"), replace(CLUSTER, shared_by=shared_by), activations=work)
@@ -199,8 +202,10 @@ def test_optimizer_without_a_kernel_of_deepspeeds() -> None:
 
 
 def test_ratio() -> None:
-    """With a half offloaded the host updates a half; each device the other half of its quarter, with its gradients
-    brought back."""
+    """With a half offloaded the host updates that half.
+
+    Each device updates the other half of its quarter, with its gradients brought back.
+    """
     setup = Setup(stage=3, offload_optimizer="cpu", ratio=0.5, sub_group_size=25_000_000)
     found = terms(setup)
     assert found["optimizer"] == pytest.approx(30 * 125e6 / 1e12)
@@ -209,7 +214,7 @@ def test_ratio() -> None:
 
 
 def test_sums_in_host_memory_come_back() -> None:
-    """Stage 3 sums gradients there: of 8 backwards 15 copies of 4 bytes, beside 16 s or 16 ms of computation."""
+    """Stage 3 sums gradients there: 8 backwards make 15 copies of 4 bytes during 16 s or 16 ms of computation."""
     setup = Setup(stage=3, offload_optimizer="cpu", accumulation=8)
     copies = 15 * 4e9 / 4 / 1e10
     step = 2e9 / 4 / 1e10
@@ -220,27 +225,27 @@ def test_sums_in_host_memory_come_back() -> None:
 
 
 def test_offloaded_weights_come_twice_a_micro_batch() -> None:
-    """For the forward and for the backward, beside the computation."""
+    """They come for the forward and for the backward, in parallel with the computation."""
     setup = Setup(stage=3, offload_optimizer="cpu", offload_param="cpu", accumulation=2)
     both = 2 * 2 * 2e9 + 3 * 4e9  # and gradients
     assert time(setup).hidden["PCIe"] == pytest.approx(both / 4 / 1e10)
 
 
 def test_activations_in_cpu_memory_go_and_come() -> None:
-    """`save_on_cpu` copies in the computation's own stream: ten samples' 1e9 bytes to it and back, not hidden."""
+    """`save_on_cpu` copies in the computation's own stream: ten samples' 1e9 bytes out and back, not hidden."""
     moving = replace(WORK, moved=Affine(0, 10**9))
     found = terms(Setup(stage=1, micro_batch=5, accumulation=2), activations=moving)
     assert found["PCIe"] == pytest.approx(2 * 10 * 1e9 / 1e10)
 
 
 def test_disk() -> None:
-    """Masters, two states and gradients, 16 bytes an element, are read and written; nothing hides that."""
+    """Masters, two states and gradients, 16 bytes an element, are read and written. Nothing hides this."""
     found = terms(Setup(stage=3, offload_optimizer="nvme"))
     assert found["NVMe"] == pytest.approx(16e9 / 4e9 + 16e9 / 2e9)
 
 
 def test_hooks_are_ahead_of_the_device() -> None:
-    """80 µs for each of 10 tensors and two passes: hidden by 300 ms of computation, waited for where there is none."""
+    """80 µs for each of 10 tensors and two passes are hidden by 300 ms of computation, and waited for without."""
     busy = time(Setup(stage=3), ONE)
     assert busy.hidden["hooks"] == pytest.approx(20 * 80e-6)
     many = ModelSizes("many", (ParameterSize(10, 1000),))
@@ -249,14 +254,14 @@ def test_hooks_are_ahead_of_the_device() -> None:
 
 
 def test_total() -> None:
-    """The step is the sum of its terms; nothing that is hidden counts."""
+    """The step is the sum of its terms. Hidden time does not count."""
     found = time(Setup(stage=3, offload_optimizer="cpu", accumulation=8))
     assert found.seconds == pytest.approx(sum(found.terms.values()))
     assert all(seconds > 0 for seconds in (*found.terms.values(), *found.hidden.values()))
 
 
 def test_speed_that_is_not_known() -> None:
-    """A setup that needs it says which; one that does not is counted."""
+    """A setup that needs it names the missing speed. A setup that does not is counted."""
     slow = replace(CLUSTER, adam_bandwidth=0.0)
     with pytest.raises(ValueError, match="adam_bandwidth is not known"):
         time(Setup(stage=2, offload_optimizer="cpu"), slow)

@@ -1,4 +1,4 @@
-"""What would have to change for a model to fit, with amounts worked out by hand."""
+"""Changes that would make a model fit, with amounts worked out by hand."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def fits(cluster: Cluster, wanted: Wanted) -> bool:
 
 
 def test_nothing_to_change_where_it_fits() -> None:
-    """Only the largest model is told then."""
+    """Only the largest model is given then."""
     answer = ask(state_cluster(gpu="A100-80GB", gpus=8, host_memory=500 * GIB), Wanted(global_batch=64))
     assert answer.changes == ()
     assert answer.largest_elements > 7 * 10**9
 
 
 def test_fixed_field_is_freed() -> None:
-    """Stage 2 does not fit 7B on eight 40 GB GPUs without recomputation; another stage does, and comes first."""
+    """Stage 2 does not fit 7B on eight 40 GB GPUs without recomputation. Another stage does, and comes first."""
     cluster = state_cluster(gpu="A100-40GB", gpus=8, host_memory=500 * GIB)
     wanted = Wanted(global_batch=64, stage=2, offload_optimizer="none", activation_checkpointing=False)
     first = ask(cluster, wanted).changes[0]
@@ -45,7 +45,7 @@ def test_fixed_field_is_freed() -> None:
 
 @pytest.mark.parametrize(("flag", "where"), [("host_bytes", "in CPU memory"), ("device_bytes", "on each device")])
 def test_least_memory(flag: str, where: str) -> None:
-    """The amount that is told suffices, and two hundredths less do not."""
+    """The stated amount suffices, and two hundredths less do not."""
     cluster = state_cluster(gpu="A100-40GB", host_memory=32 * GIB)
     wanted = Wanted(global_batch=4, pin_memory=False, ratio=1.0)
     assert not fits(cluster, wanted)
@@ -56,7 +56,7 @@ def test_least_memory(flag: str, where: str) -> None:
 
 
 def test_least_device_memory_holds_no_flat_copy() -> None:
-    """Stage 2 with the optimizer on the host makes its flat copy there too, so that a small device suffices."""
+    """Stage 2 with the optimizer on the host makes its flat copy there too, so a small device suffices."""
     cluster = state_cluster(gpu_memory=10 * GIB, host_memory=500 * GIB)
     wanted = Wanted(stage=2, precision="fp16", offload_optimizer="cpu", micro_batch=1, activation_checkpointing=True)
     (change,) = (c for c in ask(cluster, wanted).changes if "on each device" in c.what)
@@ -65,7 +65,7 @@ def test_least_device_memory_holds_no_flat_copy() -> None:
 
 
 def test_fewest_nodes() -> None:
-    """Twice as many nodes until it fits: stage 3's 18 × 3.5 GB in cards of 24 GB, of which 22 count, need four."""
+    """Nodes double until it fits: stage 3's 18 × 3.5 GB in cards of 24 GB (22 usable) need four."""
     model = decoder_sizes(parameters=3_500_000_000)
     cluster = state_cluster(gpu="RTX-3090", host_memory=8 * GIB)
     wanted = Wanted(micro_batch=1, offload_optimizer="none")
@@ -75,7 +75,7 @@ def test_fewest_nodes() -> None:
 
 
 def test_disk() -> None:
-    """Where none is stated, one is offered, with the bytes that it must have."""
+    """If none is stated, one is offered, with its required bytes."""
     model = decoder_sizes(parameters=30 * 10**9)
     cluster = state_cluster(gpu="A100-40GB", host_memory=300 * GIB)
     changes = what_if(Workload(model, decoder_activations(model, 2048), ADAM), cluster, Wanted(global_batch=4)).changes
@@ -86,7 +86,7 @@ def test_disk() -> None:
 
 
 def test_scaling() -> None:
-    """Eight times the parameters are twice the width and the depth: four times the activations, copies by eight."""
+    """Eight times the parameters: twice hidden size and depth, four times the activations, eight times all copies."""
     checkpointed = {"checkpointed": Affine(0, 100), "checkpointed_transient": Affine(0, 20)}
     work = Activations(Affine(800, 1000), Affine(0, 10), **checkpointed, flops_per_sample=1e9, autocast=WORK)
     model, scaled = scale_model(MODEL, work, 8)
@@ -109,15 +109,15 @@ def test_largest_on_one_device() -> None:
 
 
 def test_model_without_parameters() -> None:
-    """There is nothing to scale."""
+    """It has nothing to scale."""
     empty = ModelSizes("none", ())
     assert what_if(Workload(empty, WORK, ADAM), state_cluster(gpu="T4"), Wanted(global_batch=1)).largest_elements == 0
 
 
 def test_long_samples() -> None:
-    """Logits of 65,536 tokens and 128,256 words take 63 GiB, and their gradients as much: in eight chunks all fits.
+    """Logits of 65,536 tokens and 128,256 words take 63 GiB, and their gradients as much. In eight chunks all fits.
 
-    Where one change suffices, a device of more than twice the memory is no advice.
+    If one change suffices, a device of more than twice the memory is not advised.
     """
     model = decoder_sizes(parameters=8 * 10**9, hidden_size=4096, layers=32, vocabulary=128_256)
     work = Workload(model, decoder_activations(model, 65_536), ADAM)
@@ -145,7 +145,7 @@ def test_long_samples() -> None:
 
 
 def test_logits_in_chunks_are_what_a_smaller_vocabulary_would_be() -> None:
-    """Of the decoder's formula, but for what the chunks themselves take: within 5 %."""
+    """They equal the decoder's formula within 5 %, except for the chunks' own memory."""
     whole, small = (decoder_sizes(hidden_size=2048, layers=16, vocabulary=words) for words in (128_000, 16_000))
     chunked = decoder_activations(whole, 4096).with_logits_in_chunks(8 * 128_000 * 4096, 8)
     expected = decoder_activations(small, 4096)
@@ -154,8 +154,9 @@ def test_logits_in_chunks_are_what_a_smaller_vocabulary_would_be() -> None:
 
 
 def test_what_nvme_cannot_hold() -> None:
-    """ZeRO-Infinity's 1T on a node of 16 V100 and 1.5 TB is published as fitting; this DeepSpeed keeps all gradients in
-    CPU memory, and the plan says so.
+    """The published ZeRO-Infinity fits 1T on a node of 16 V100 and 1.5 TB.
+
+    This DeepSpeed keeps all gradients in CPU memory, and the plan says so.
     """
     model = decoder_sizes(parameters=10**12, hidden_size=25_600, layers=128)
     cluster = state_cluster(gpu="V100-32GB", gpus=16, host_memory=1500 * 10**9, nvme=28 * 10**12)
@@ -174,8 +175,9 @@ CHANGED = {
 
 @pytest.mark.parametrize(("host", "processes"), [(100, 1), (30, 1), (30, 2)])
 def test_changes_of_the_model(host: int, processes: int) -> None:
-    """40 GiB of activations on 24: each change alone is enough, where CPU memory holds what the second moves there; of
-    two processes that share a sample each has a half, and their machine both halves.
+    """40 GiB of activations on 24: each change alone is enough if CPU memory holds the second's activations.
+
+    If two processes share a sample, each has a half, and their machine has both halves.
     """
     cluster = state_cluster(gpu_memory=24 * GIB, host_memory=host * GIB, gpus=processes)
     cluster = replace(cluster, shared_by=processes)
@@ -195,7 +197,7 @@ def test_changes_of_the_model(host: int, processes: int) -> None:
 
 
 def test_the_model_is_not_changed_where_activations_are_not_why() -> None:
-    """It would be traced anew for nothing."""
+    """A new trace would gain nothing."""
 
     def never() -> dict[str, Activations]:
         raise AssertionError("called")

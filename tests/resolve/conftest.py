@@ -8,7 +8,7 @@ from zero_plugin.config.tree import Origin, Tree, dotted
 
 @pytest.fixture
 def document():
-    """Makes a document from plain training keys and launch keys; every value's place names its path."""
+    """Build a document from plain training keys and launch keys. Every value's place names its path."""
 
     def make(training=None, launch=None, launch_kind="file"):
         return Document(
@@ -22,7 +22,7 @@ def document():
 
 @pytest.fixture
 def resolved(document):
-    """Resolves plain keys against the facts named as keywords."""
+    """Resolve plain keys against the facts given as keywords."""
 
     def make(training=None, launch=None, launch_kind="file", **facts):
         return resolve(document(training, launch, launch_kind), Facts(**facts))

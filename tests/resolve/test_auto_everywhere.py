@@ -1,4 +1,4 @@
-"""Any field may be `auto`: each key of the schema is filled with a reason, or refused by its name."""
+"""Any field may be `auto`: each key of the schema is filled with a reason, or refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGE = ("zero_optimization", "stage")
 
 
 def keys(section: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key of the schema that holds a value rather than keys."""
+    """List every key of the schema that holds a value rather than keys."""
     for name, child in section.get("properties", {}).items():
         if "properties" not in child and child.get("type") not in ("object", ["object", "null"]):
             yield (*path, name)
@@ -39,7 +39,7 @@ def keys(section: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def parameters(section: str) -> Iterator[tuple[str, KeyPath]]:
-    """Every parameter of every optimizer or schedule, with its type."""
+    """Yield every parameter of every optimizer or schedule, with its type."""
     for branch in SCHEMA["properties"][section]["allOf"]:
         named = branch["if"]["properties"]["type"]
         for kind in named.get("enum", [named.get("const")]):
@@ -62,7 +62,7 @@ def facts(accelerator: str) -> Facts:
 
 
 def document(path: KeyPath, kind: str) -> Document:
-    """A valid configuration in which only `path` is open."""
+    """Build a valid configuration in which only `path` is open."""
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     if path[0] in ("optimizer", "scheduler"):
         config[path[0]] = {"type": kind or {"optimizer": "AdamW", "scheduler": "WarmupLR"}[path[0]]}
@@ -81,7 +81,7 @@ def at_stage(document: Document, stage: int) -> Document:
 
 
 def refusals(document: Document) -> set[str]:
-    """The keys that the check refuses as they are written."""
+    """Return the keys that the check refuses as they are written."""
     try:
         check_document(document)
     except ConfigError as error:
@@ -98,7 +98,7 @@ def attempt(asked: Document, known: Facts) -> tuple[Resolved | None, tuple[Probl
 
 @pytest.mark.parametrize(("kind", "path"), CASES, ids=[f"{kind}-{dotted(path)}" for kind, path in CASES])
 def test_auto_is_filled_or_refused_by_name(kind: str, path: KeyPath) -> None:
-    """At every stage, on a CPU and on a GPU; the word itself stays only where it is DeepSpeed's own."""
+    """This holds at every stage, on a CPU and on a GPU. The word itself stays only as DeepSpeed's own value."""
     written = document(path, kind)
     if dotted(path) in refusals(written):
         return
@@ -115,7 +115,7 @@ def test_auto_is_filled_or_refused_by_name(kind: str, path: KeyPath) -> None:
         if path in DEEPSPEED_AUTO:
             assert entry is not None
             assert holds_auto(entry.value)
-        elif entry is not None:  # a parameter that the implementation in use does not take is left out
+        elif entry is not None:  # a parameter that the running implementation does not take is left out
             assert not holds_auto(entry.value)
             assert entry.origin.kind in ("rule", "default")
             assert entry.origin.reason
@@ -137,7 +137,7 @@ def test_auto_is_filled_or_refused_by_name(kind: str, path: KeyPath) -> None:
     ],
 )
 def test_what_follows_from_other_values(config: dict[str, Any], key: str, value: Any) -> None:
-    """Single elements of a list, and sizes that repeat others."""
+    """Single elements of a list, and sizes that repeat others, are filled."""
     if "optimizer" in config:
         config["optimizer"]["type"] = "AdamW"
     entry = resolve(document_from_mapping(config, "config"), facts("cpu")).tree.get(*key.split("."))
@@ -146,7 +146,7 @@ def test_what_follows_from_other_values(config: dict[str, Any], key: str, value:
 
 
 def test_a_list_is_never_filled_over_what_is_typed_in_it() -> None:
-    """Where the default has another length than the list, no element is guessed and none dropped."""
+    """If the default's length differs from the list's, no element is guessed and none dropped."""
     config = {"comms_logger": {"prof_ops": ["all_reduce", "auto"]}}
     with pytest.raises(ConfigError, match="has an open element that nothing fills") as caught:
         resolve(document_from_mapping(config, "config"), facts("cpu"))
@@ -162,7 +162,7 @@ def test_a_list_is_never_filled_over_what_is_typed_in_it() -> None:
     ],
 )
 def test_the_type_may_be_auto(optimizer: OptimizerFacts, expected: tuple[str, bool | None]) -> None:
-    """It is the loop's optimizer, Adam with L2 staying so; for a placeholder it is AdamW."""
+    """The type is the loop's optimizer's, and Adam with L2 stays so. For a placeholder the type is AdamW."""
     tree = Tree.from_nested({"optimizer": {"type": "auto"}}, lambda path: Origin("code", "config"))
     known = replace(facts("cuda"), optimizer=optimizer, scheduler=None)
     resolved = resolve(Document(deepspeed=tree), known)

@@ -53,7 +53,7 @@ def test_the_open_sizes_follow_from_the_given_ones(resolved, micro, accumulation
     ],
 )
 def test_sizes_that_cannot_hold_are_refused_with_the_arithmetic(resolved, config, loop, arithmetic):
-    """A product that does not work out, or a loader that trains on another size, is an error."""
+    """An inconsistent product is an error, and so is a loader with another batch size."""
     with pytest.raises(ConfigError, match=arithmetic):
         resolved(config, machine=FOUR, loop=loop)
 
@@ -68,7 +68,7 @@ def test_a_micro_batch_that_the_loader_contradicts_is_the_only_problem(resolved,
 
 
 def test_accumulation_found_from_the_global_batch_is_logged(resolved):
-    """It changes when parameters change, so the user has to see it."""
+    """Accumulation changes when parameters change, so it is logged for the user."""
     result = resolved({"train_batch_size": 64}, machine=FOUR, loop=LOADER)
     assert any(sentence.startswith("gradient_accumulation_steps = 2") for sentence in result.logged)
 
@@ -84,7 +84,7 @@ def test_accumulation_found_from_the_global_batch_is_logged(resolved):
     ],
 )
 def test_absent_clipping_is_none_and_written_out(resolved, config, expected):
-    """No clipping is 0 in the file for DeepSpeed, whose own default clips at 1, and None for the loop."""
+    """No clipping is 0 in DeepSpeed's file, since DeepSpeed's own default clips at 1. For the loop it is None."""
     result = resolved(config)
     assert result.clipping == expected
     assert result.deepspeed_config()["gradient_clipping"] == (expected or 0.0)

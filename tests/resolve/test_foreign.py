@@ -21,15 +21,15 @@ def written(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_the_loop_knows_stays_open() -> None:
-    """Batch, accumulation and clipping are the script's where nothing is written; absent, Accelerate takes 1 for it."""
+    """Unwritten batch, accumulation and clipping are the script's. For an absent value, Accelerate takes 1."""
     found = written({"zero_stage": 2})
     assert {key: found[key] for key in LOOPS} == LOOPS
     assert found["zero_optimization"] == {"stage": 2, "overlap_comm": False}
-    assert set(found) == {*LOOPS, "zero_optimization"}  # nothing of our loop's contract
+    assert set(found) == {*LOOPS, "zero_optimization"}  # no part of our loop's contract
 
 
 def test_what_is_written_stays() -> None:
-    """Typed values arrive as they are, `null` for clipping as none."""
+    """Typed values arrive unchanged, `null` for clipping as no clipping."""
     asked = {
         "train_batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -52,7 +52,7 @@ def test_what_is_written_stays() -> None:
 
 
 def test_auto_stays_only_where_a_script_fills_it() -> None:
-    """transformers' published configuration keeps its `auto`; a key that neither library fills gets a value."""
+    """transformers' published configuration keeps its `auto`. A key that neither library fills gets a value."""
     theirs = {
         "reduce_bucket_size": "auto",
         "stage3_prefetch_bucket_size": "auto",
@@ -60,7 +60,7 @@ def test_auto_stays_only_where_a_script_fills_it() -> None:
     }
     ours = {
         "overlap_comm": "auto",
-        "allgather_bucket_size": "auto",  # nothing reads it, and DeepSpeed's default is even
+        "allgather_bucket_size": "auto",  # no code reads it, and DeepSpeed's default is even
         "sub_group_size": "auto",
         "stage3_max_live_parameters": "auto",
         "stage3_gather_16bit_weights_on_model_save": "auto",

@@ -32,7 +32,7 @@ def section(kind, **params):
     ],
 )
 def test_the_placeholder_fills_what_is_open(resolved, params, given, expected):
-    """Each argument of DummyOptim fills its own field, absent or open; the rest are the optimizer's defaults."""
+    """Each argument of DummyOptim fills its own field, absent or open. The rest are the optimizer's defaults."""
     result = resolved(section("AdamW", **params), optimizer=placeholder(**given), machine=GPU)
     found = result.optimizer.params
     for name, value in expected.items():
@@ -41,7 +41,7 @@ def test_the_placeholder_fills_what_is_open(resolved, params, given, expected):
 
 
 def test_every_clash_with_the_placeholder_is_listed_at_once(resolved):
-    """Typed arguments against different typed values are one error with all pairs and their lines."""
+    """Typed arguments against different typed values are one error, with all pairs and their lines."""
     config = section("AdamW", lr=1e-3, betas=[0.9, 0.999], weight_decay=0.1)
     with pytest.raises(ConfigError) as caught:
         resolved(config, optimizer=placeholder(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1))
@@ -51,7 +51,7 @@ def test_every_clash_with_the_placeholder_is_listed_at_once(resolved):
 
 
 def test_a_placeholder_without_a_section_is_adamw_and_logged(resolved):
-    """DummyOptim alone trains with AdamW and the arguments given to it."""
+    """DummyOptim alone trains with AdamW and DummyOptim's arguments."""
     result = resolved({}, optimizer=placeholder(lr=3e-4), machine=GPU)
     assert result.optimizer.type == "AdamW"
     assert result.optimizer.params["lr"] == 3e-4
@@ -64,7 +64,7 @@ def test_a_real_optimizer_without_a_section_has_none(resolved):
 
 
 def test_lr_auto_without_an_optimizer_cannot_be_filled(resolved):
-    """Nothing tells the learning rate: an error that says what to write or pass."""
+    """The learning rate is unknown. The error says what to write or pass."""
     with pytest.raises(ConfigError, match=r"DummyOptim\(params, lr=…\)"):
         resolved(section("AdamW", lr="auto"))
 
@@ -84,7 +84,10 @@ def test_lr_auto_without_an_optimizer_cannot_be_filled(resolved):
     ],
 )
 def test_a_real_optimizer_beside_a_section_has_to_agree(resolved, config, optimizer, accepted):
-    """Same algorithm and equal shared arguments are reconciled, open ones filled; anything else names both."""
+    """The same algorithm with equal shared arguments is accepted, and open ones are filled.
+
+    Otherwise the error names both.
+    """
     if accepted:
         params = resolved(config, optimizer=optimizer, machine=GPU).optimizer.params
         assert params["lr"] == optimizer.given["lr"]
@@ -116,7 +119,7 @@ def test_torch_adam_on_a_cpu(resolved, kind, machine, offload, params, strategy,
 
 
 def test_torch_adam_gets_no_argument_that_torch_lacks(resolved):
-    """bias_correction: true is what torch always does; false is refused beside torch_adam."""
+    """torch always behaves like bias_correction: true. With torch_adam, false is refused."""
     params = resolved(section("AdamW", torch_adam=True, bias_correction=True), machine=GPU).optimizer.params
     assert "bias_correction" not in params
     with pytest.raises(ConfigError, match="bias_correction"):
@@ -135,7 +138,7 @@ def test_torch_adam_gets_no_argument_that_torch_lacks(resolved):
     ],
 )
 def test_torch_adam_that_is_typed_has_torchs_weight_decay(resolved, strategy, kind, params, expected):
-    """DeepSpeed's engine hands torch's AdamW what is written, and no more; where this package chooses it, 0 stays."""
+    """DeepSpeed's engine passes only the written value to torch's AdamW. If this package chooses torch, 0 stays."""
     found = resolved(section(kind, **params), optimizer=placeholder(lr=1e-3), machine=CPU, strategy=strategy)
     assert found.optimizer.params["weight_decay"] == expected
 
@@ -149,7 +152,7 @@ def test_torch_adam_that_is_typed_has_torchs_weight_decay(resolved, strategy, ki
     ],
 )
 def test_what_only_a_gpu_steps(resolved, config, key, strategy):
-    """Also where no key says that the run is on a CPU, DeepSpeed and torch fail at it in words of their own."""
+    """DeepSpeed and torch would fail with unclear errors, also if no key says that the run is on a CPU."""
     with pytest.raises(ConfigError, match=rf"{key}: .* a GPU, but this run is on a CPU"):
         resolved(config, machine=CPU, strategy=strategy)
     resolved(config, machine=GPU, strategy=strategy)
@@ -158,14 +161,14 @@ def test_what_only_a_gpu_steps(resolved, config, key, strategy):
 
 
 def test_amsgrad_needs_torch_adam(resolved):
-    """DeepSpeed's kernels have none (the CPU kernel would ignore it)."""
+    """DeepSpeed's kernels have no amsgrad (the CPU kernel would ignore the option)."""
     with pytest.raises(ConfigError, match="AMSGrad"):
         resolved(section("AdamW", amsgrad=True), machine=GPU)
     assert resolved(section("AdamW", amsgrad=True), machine=CPU).optimizer.params["amsgrad"] is True
 
 
 def test_defaults_that_mislead_are_logged(resolved):
-    """Absent weight decay is 0, a rate nobody gave, and Adam that is AdamW, are printed at start."""
+    """The start logs an absent weight decay (0), a default rate, and an Adam that is AdamW."""
     said = " ".join(resolved(section("AdamW"), optimizer=placeholder(), machine=GPU).logged)
     assert "weight_decay = 0" in said
     assert "optimizer.params.lr = 0.001" in said
@@ -176,7 +179,7 @@ def test_defaults_that_mislead_are_logged(resolved):
 
 @pytest.mark.parametrize("params", [None, {}])
 def test_a_section_without_params(resolved, params):
-    """`params` may be absent, null or empty; every default is written out."""
+    """`params` may be absent, null or empty. Every default is written out."""
     config = {"optimizer": {"type": "SGD", "params": params}}
     assert resolved(config).optimizer.params == dict(OPTIMIZER_DEFAULTS["sgd"])
     assert resolved({"optimizer": {"type": "SGD"}}).optimizer.params == dict(OPTIMIZER_DEFAULTS["sgd"])

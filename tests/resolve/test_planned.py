@@ -1,4 +1,4 @@
-"""What a plan of the memory has chosen fills the open fields, each with its reason, and nothing else."""
+"""A memory plan's choices fill the open fields, each with its reason, and change nothing otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = {
 
 
 def test_open_fields_take_the_plan(resolved):
-    """Stage, devices and ratio are the plan's, with its reason and said aloud; what depends on them follows."""
+    """Stage, devices and ratio are the plan's, with its reason, and are logged. Dependent values follow."""
     result = resolved(OPEN, machine=GPU, model=ModelFacts(parameters=4_000_000), planned=PLAN)
     for path, (value, reason) in PLAN.items():
         entry = result.tree.get(*path)
@@ -46,12 +46,12 @@ def test_open_fields_take_the_plan(resolved):
     zero = result.deepspeed_config()["zero_optimization"]
     assert zero["overlap_comm"] is True  # stage 3
     assert zero["offload_optimizer"]["pin_memory"] is True
-    assert zero["sub_group_size"] == 100_000  # a tenth of a process' share, so that the ratio can split it
+    assert zero["sub_group_size"] == 100_000  # a tenth of a process's partition, so the ratio can split it
     assert "auto" not in str(zero)
 
 
 def test_the_plan_overrides_nothing_that_is_typed(resolved):
-    """A typed stage or device stays; the plan was made around it."""
+    """A typed stage or device stays, since the plan was made around it."""
     typed = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
     result = resolved(typed, machine=GPU, planned=PLAN)
     assert (result.zero_stage, result.offload_device("optimizer")) == (2, "none")
@@ -76,10 +76,10 @@ def test_the_plan_overrides_nothing_that_is_typed(resolved):
     ids=["a sum", "a norm", "a ratio", "Lamb"],
 )
 def test_what_contradicts_the_planned_stage_is_an_error(document, resolved, stage, more, said):
-    """While the stage was open it contradicted nothing; the engine would end in a traceback."""
+    """The contradiction exists only with the planned stage. The engine would fail with a traceback."""
     config = {**more, "zero_optimization": {"stage": "auto", **more.get("zero_optimization", {})}}
     plan = {STAGE: (stage, "the fastest that fits")}
-    for found, facts in (  # in a run, and as `launch --model` hands a plan on
+    for found, facts in (  # in a run, and as `launch --model` passes a plan on
         (document(config), Facts(machine=GPU, planned=plan)),
         (lay_plan(document(config), plan), Facts(machine=GPU)),
     ):
@@ -92,7 +92,7 @@ def test_what_contradicts_the_planned_stage_is_an_error(document, resolved, stag
 
 
 def test_a_planned_sub_group_is_added(resolved):
-    """A ratio acts on whole sub-groups, so that the plan may bring their size where nobody wrote the key."""
+    """A ratio acts on complete sub-groups, so the plan may add their size if the file has no such key."""
     sub_group = ("zero_optimization", "sub_group_size")
     section = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}}
     planned = {RATIO: (0.5, "half fits"), sub_group: (1000, "small enough for the ratio")}
@@ -100,7 +100,7 @@ def test_a_planned_sub_group_is_added(resolved):
 
 
 def test_nvme_still_needs_a_folder(resolved):
-    """A plan can choose NVMe; it cannot guess the folder."""
+    """A plan can choose NVMe, but cannot guess the folder."""
     section = {"stage": "auto", "offload_optimizer": {"device": "auto", "nvme_path": "auto"}}
     with pytest.raises(ConfigError, match="local NVMe drive"):
         resolved({"zero_optimization": section}, planned={STAGE: (3, "why"), OPTIMIZER: ("nvme", "why")})
@@ -108,7 +108,7 @@ def test_nvme_still_needs_a_folder(resolved):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_micro_batch_is_the_loaders_then_the_plans(document, complete):
-    """A loader wins; without one the plan's micro-batch is taken, and accumulation follows from the global batch."""
+    """A loader's size wins. Otherwise the plan's micro-batch counts, and accumulation follows from the global batch."""
     asked = document({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"})
     planned = {MICRO: (8, "the fastest that fits")}
     alone = resolve(asked, Facts(machine=GPU, complete=complete, planned=planned))
@@ -120,7 +120,7 @@ def test_the_micro_batch_is_the_loaders_then_the_plans(document, complete):
 
 
 def test_a_micro_batch_planned_before_the_run_gives_way_to_the_loader(document):
-    """What the launcher planned is handed over as a value; the loader's is what runs, and that is said."""
+    """The launcher passes its plan on as a value. The loader's micro-batch is used, and this is logged."""
     asked = document({"train_micro_batch_size_per_gpu": "auto"})
     handed = resolve(asked, Facts(machine=GPU, complete=False, planned={MICRO: (8, "why")}))
     laid = type(asked)(asked.launch, asked.deepspeed.replace({MICRO: handed.tree.get(*MICRO)}), asked.sources)
@@ -131,7 +131,7 @@ def test_a_micro_batch_planned_before_the_run_gives_way_to_the_loader(document):
 
 
 def test_a_script_of_accelerate_is_not_run_at_stage_0(document):
-    """While the plan is open, such a script is handed no DeepSpeed JSON, and the stage that it is told stops it."""
+    """While the plan is open, this script gets no DeepSpeed JSON. The stage that it gets stops it."""
     asked = document(OPEN, {"distributed_type": "DEEPSPEED"})
     found = resolve_before_run(asked, accelerator="cuda", processes=4, strategy="deepspeed")
     assert found.tree.value(*STAGE) is AUTO

@@ -29,7 +29,7 @@ CPU = MachineFacts(accelerator="cpu", bf16=True, fp16=False)
     ],
 )
 def test_one_precision_comes_of_three_settings(resolved, training, launch, machine, expected):
-    """mixed_precision, fp16.enabled and bf16.enabled settle to one precision, written into both sections."""
+    """mixed_precision, fp16.enabled and bf16.enabled give one precision, which both sections get."""
     result = resolved(training, launch, machine=machine)
     assert result.precision == expected
     assert result.tree.value("fp16", "enabled") is (expected == "fp16")
@@ -47,7 +47,7 @@ def test_one_precision_comes_of_three_settings(resolved, training, launch, machi
     ],
 )
 def test_contradicting_settings_are_refused_with_both_places(resolved, training, asked):
-    """A section that says another thing than mixed_precision is an error at the section's line."""
+    """A section that contradicts mixed_precision is an error at the section's line."""
     with pytest.raises(ConfigError, match=r"ds\.json:(fp|bf)16\.enabled"):
         resolved(training, {"mixed_precision": asked}, machine=GPU)
 
@@ -60,34 +60,34 @@ def test_a_flag_overrides_the_file(resolved):
 
 
 def test_code_does_not_override_the_file(resolved):
-    """An argument in code against an explicit, different value of the file is an error."""
+    """An argument in code that contradicts an explicit value of the file is an error."""
     with pytest.raises(ConfigError, match=r"mixed_precision is bf16"):
         resolved({"fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "code", machine=GPU)
 
 
 def test_fp16_with_deepspeed_on_a_cpu_is_refused_before_the_start(resolved):
-    """DeepSpeed would refuse it late; off DeepSpeed it runs."""
+    """DeepSpeed would refuse it late. Without DeepSpeed it runs."""
     with pytest.raises(ConfigError, match=r"does not run fp16 on a cpu device.*\n.*Write bf16"):
         resolved({}, {"mixed_precision": "fp16"}, machine=CPU)
     assert resolved({}, {"mixed_precision": "fp16"}, machine=CPU, strategy="ddp").precision == "fp16"
 
 
 def test_emulated_bf16_is_logged(resolved):
-    """bf16 on a device without it runs, slowly, and says so."""
+    """bf16 on a device without native support runs slowly, which is logged."""
     result = resolved({}, {"mixed_precision": "bf16"}, machine=OLD_GPU)
     assert any("emulated" in sentence for sentence in result.logged)
 
 
 @pytest.mark.parametrize(("word", "message"), [("int8", "no, fp16, bf16, auto"), ("fp8", "Write bf16")])
 def test_unknown_precision_is_refused(document, word, message):
-    """What this package does not compute in is refused before it is resolved, with the legal values."""
+    """An unsupported precision is refused before resolving, with the legal values."""
     with pytest.raises(ConfigError, match=message):
         check_document(document({}, {"mixed_precision": word}))
 
 
 @pytest.mark.parametrize(("stage", "said"), [(0, True), (1, True), (2, False), (3, True)])
 def test_an_overflow_check_that_stays_on_is_said(resolved, stage, said):
-    """DeepSpeed can leave it out at stage 2 alone."""
+    """DeepSpeed can leave out the check at stage 2 only."""
     config = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": stage}}
     lines = resolved(config, machine=GPU, strategy="deepspeed").logged
     assert any("check_grad_overflow = false has no effect" in line for line in lines) is said
@@ -105,7 +105,7 @@ def test_an_overflow_check_that_stays_on_is_said(resolved, stage, said):
     ],
 )
 def test_what_belongs_to_a_precision_that_nobody_chose_is_said(resolved, training, said):
-    """The document alone cannot tell that it has no effect: a flag or the script may still choose the precision."""
+    """The document alone cannot show that it has no effect: a flag or the script may still choose the precision."""
     assert any(said in line for line in resolved(training, {}, machine=GPU).logged)
     assert not any(said in line for line in resolved(training, {"mixed_precision": "fp16"}, machine=GPU).logged)
 
@@ -122,6 +122,6 @@ def test_what_belongs_to_a_precision_that_nobody_chose_is_said(resolved, trainin
     ],
 )
 def test_what_contradicts_the_precision_that_nobody_chose_is_refused(resolved, training, message):
-    """DeepSpeed would cast inputs, or refuse to start with words of its own."""
+    """DeepSpeed would cast inputs, or refuse to start with an unclear error."""
     with pytest.raises(ConfigError, match=message):
         resolved(training, {}, machine=GPU)

@@ -1,4 +1,4 @@
-"""What no script can mend is found without one."""
+"""Problems that no script can fix are found before the script runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_a_script_fills_is_no_problem() -> None:
 
 
 def test_what_depends_on_the_plan_waits_for_it() -> None:
-    """No rule takes an open stage for 0, or an open device for none: all that hangs on them stays open."""
+    """No rule takes an open stage for 0, or an open device for none. All dependent values stay open."""
     document = document_from_mapping({"zero_optimization": PLANNED}, "config")
     found = resolve_before_run(document, accelerator="cpu", processes=2, strategy="deepspeed")
     zero = {path for path in found.missing if path[0] == "zero_optimization"}
@@ -64,7 +64,7 @@ def test_what_depends_on_the_plan_waits_for_it() -> None:
     ],
 )
 def test_what_no_script_can_fill_is_named(changes: dict[str, Any], key: str) -> None:
-    """fp16 on a CPU, and batch sizes that do not multiply."""
+    """fp16 on a CPU, and batch sizes that do not multiply, are named."""
     document = document_from_mapping({**AUTO_EVERYWHERE, **changes}, "config")
     with pytest.raises(ConfigError) as caught:
         resolve_before_run(document, accelerator="cpu", processes=2, strategy="deepspeed")

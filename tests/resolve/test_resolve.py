@@ -57,7 +57,7 @@ FACTS = Facts(
 
 @pytest.mark.parametrize("strategy", ["deepspeed", "ddp", "single", "xla"])
 def test_no_auto_is_left_and_every_value_has_an_origin(document, strategy):
-    """Every open field is filled on every path, with a reason, but where `auto` is DeepSpeed's own word."""
+    """Every open field is filled with a reason on every path, except where `auto` is DeepSpeed's own word."""
     facts = Facts(FACTS.loop, FACTS.machine, FACTS.model, FACTS.optimizer, FACTS.scheduler, strategy=strategy)
     asked = document(EVERYTHING, {"mixed_precision": "bf16"})
     result = resolve(asked, facts)
@@ -70,7 +70,7 @@ def test_no_auto_is_left_and_every_value_has_an_origin(document, strategy):
 
 
 def test_the_handed_over_config_is_plain_json(document):
-    """DeepSpeed gets plain values; the one "auto" is its own; the schedule is stepped by this package alone."""
+    """DeepSpeed gets plain values. The one "auto" is DeepSpeed's own. Only this package steps the schedule."""
     config = resolve(document(EVERYTHING, {"mixed_precision": "bf16"}), FACTS).deepspeed_config()
     text = json.dumps(config)
     assert text.lower().count('"auto"') == 1
@@ -90,7 +90,7 @@ def test_resolving_is_repeatable_and_leaves_the_document_alone(document):
 
 
 def test_typed_values_keep_their_place(document):
-    """What the user wrote is untouched, with its file and key."""
+    """The user's values are untouched, with their file and key."""
     entry = resolve(document({"zero_optimization": {"stage": 2}}), Facts()).tree.get("zero_optimization", "stage")
     assert (entry.value, entry.origin.where) == (2, "ds.json:zero_optimization.stage")
 
@@ -117,7 +117,7 @@ def test_all_problems_of_all_topics_come_at_once(document):
 
 
 def test_what_the_loop_gives_is_held_to_the_schema(resolved):
-    """A wrong argument of a placeholder is refused like a wrong value in a file, with where it came from."""
+    """A placeholder's wrong argument is refused like a wrong value in a file, with its origin."""
     config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     optimizer = OptimizerFacts(given={"lr": -1, "betas": (0.9, 1.2)}, group_lrs=(-1,), placeholder=True)
     with pytest.raises(ConfigError, match=r"lr: -1 is not legal here: from DummyOptim\.\n.*at least 0") as caught:
@@ -133,7 +133,7 @@ def test_an_argument_that_the_described_optimizer_does_not_have_is_refused(resol
 
 
 def test_another_optimizer_than_described_is_one_problem(resolved):
-    """What is open in a section whose type is refused is not a problem of its own."""
+    """Open values in a section whose type is refused are no further problems."""
     sgd = OptimizerFacts(name="sgd", given={"lr": 0.1}, group_lrs=(0.1,))
     with pytest.raises(ConfigError) as caught:
         resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, optimizer=sgd)

@@ -27,7 +27,10 @@ def section(kind, **params):
     ],
 )
 def test_the_placeholder_counts_as_asked(resolved, counts, split, expected):
-    """`steps` is what is typed; `processes` divides total *and* warm-up by W, rounded up, but with split_batches."""
+    """`steps` is the typed number.
+
+    `processes` divides total *and* warm-up by W, rounded up, except with split_batches.
+    """
     config = section("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto")
     launch = {} if counts is None else {"scheduler_counts": counts}
     result = resolved(
@@ -46,7 +49,7 @@ def test_numbers_typed_into_the_section_are_optimizer_steps(resolved):
 
 
 def test_a_placeholder_alone_warms_up_and_decays_linearly(resolved):
-    """DummyScheduler without a section: WarmupDecayLR, linear, to the optimizer's rate, said aloud."""
+    """DummyScheduler without a section is WarmupDecayLR, linear, to the optimizer's rate, and is logged."""
     result = resolved({}, {"scheduler_counts": "steps"}, optimizer=OPTIMIZER, scheduler=dummy(100, 10))
     assert result.scheduler.type == "WarmupDecayLR"
     assert result.scheduler.params == {
@@ -60,7 +63,7 @@ def test_a_placeholder_alone_warms_up_and_decays_linearly(resolved):
 
 
 def test_a_placeholder_without_a_length_stays_constant(resolved):
-    """Without total_num_steps there is nothing to decay towards: constant after warm-up, none by default."""
+    """Without total_num_steps the decay has no end: the rate is constant after warm-up, which is none by default."""
     result = resolved({}, optimizer=OPTIMIZER, scheduler=dummy())
     assert (result.scheduler.type, result.scheduler.params["warmup_num_steps"]) == ("WarmupLR", 0)
     assert any("constant" in sentence for sentence in result.logged)
@@ -83,7 +86,7 @@ def test_no_warm_up_is_legal(resolved):
     ],
 )
 def test_what_no_placeholder_tells_is_refused(resolved, config, key):
-    """A required or open number that nothing in the loop knows is an error that says what to write or pass."""
+    """For a required or open number that the loop does not provide, the error says what to write or pass."""
     with pytest.raises(ConfigError) as caught:
         resolved(config)
     assert [problem.key for problem in caught.value.problems] == [f"scheduler.params.{key}"]
@@ -91,7 +94,7 @@ def test_what_no_placeholder_tells_is_refused(resolved, config, key):
 
 
 def test_clashes_with_the_placeholder_are_listed_at_once(resolved):
-    """Compared in optimizer steps: 400 of 4 processes agree with 100 in the file, other numbers do not."""
+    """The numbers are compared as optimizer steps: 400 of 4 processes equal 100 in the file. Other numbers clash."""
     config = section("WarmupDecayLR", total_num_steps=100, warmup_num_steps=10, warmup_max_lr=1e-3)
     assert resolved(config, machine=FOUR, scheduler=dummy(400, 40)).scheduler
     with pytest.raises(ConfigError) as caught:
@@ -101,13 +104,13 @@ def test_clashes_with_the_placeholder_are_listed_at_once(resolved):
 
 
 def test_a_real_schedule_beside_a_section_is_refused(resolved):
-    """One of the two would not run."""
+    """Only one of the two would run."""
     with pytest.raises(ConfigError, match="schedule of its own"):
         resolved(section("WarmupLR"), scheduler=SchedulerFacts(placeholder=False))
 
 
 def test_an_absent_warmup_type_stays_deepspeeds_log_and_is_said(resolved):
-    """A moved config keeps its curve; what we fill is linear."""
+    """A migrated config keeps its curve. Our own default is linear."""
     result = resolved(section("WarmupLR", warmup_num_steps=10))
     assert result.scheduler.params["warmup_type"] == "log"
     assert any("logarithmic" in sentence for sentence in result.logged)
@@ -115,14 +118,14 @@ def test_an_absent_warmup_type_stays_deepspeeds_log_and_is_said(resolved):
 
 
 def test_groups_keep_their_own_peaks(resolved):
-    """Where parameter groups differ in learning rate, an open peak is one number per group."""
+    """If parameter groups differ in learning rate, an open peak is one number per group."""
     optimizer = OptimizerFacts(name="adamw", given={"lr": 1e-3}, group_lrs=(1e-3, 1e-4))
     result = resolved({}, optimizer=optimizer, scheduler=dummy(100, 10))
     assert result.scheduler.params["warmup_max_lr"] == [1e-3, 1e-4]
 
 
 def test_a_default_peak_that_replaces_the_rate_is_said(resolved):
-    """DeepSpeed's WarmupDecayLR goes to 0.001 whatever the optimizer's rate is, unless it is told."""
+    """DeepSpeed's WarmupDecayLR rises to 0.001 for any optimizer's rate unless a peak is set."""
     config = section("WarmupDecayLR", total_num_steps=100, warmup_num_steps=10)
     result = resolved(config, optimizer=OptimizerFacts(given={"lr": 3e-5}, placeholder=True))
     assert result.scheduler.params["warmup_max_lr"] == 1e-3
@@ -130,26 +133,26 @@ def test_a_default_peak_that_replaces_the_rate_is_said(resolved):
 
 
 def test_a_warm_up_nobody_asked_for_is_said(resolved):
-    """An absent warmup_num_steps is DeepSpeed's 1000, not the placeholder's 0, and is printed."""
+    """An absent warmup_num_steps is DeepSpeed's 1000, not the placeholder's 0, and is logged."""
     result = resolved(section("WarmupLR"), scheduler=dummy())
     assert result.scheduler.params["warmup_num_steps"] == 1000
     assert any("warmup_num_steps = 1000" in sentence for sentence in result.logged)
 
 
 def test_arguments_that_do_not_shape_the_schedule_are_said(resolved):
-    """WarmupLR has no end: a total given to the placeholder is mentioned, not dropped in silence."""
+    """WarmupLR has no end. The log mentions the placeholder's total instead of dropping it silently."""
     result = resolved(section("WarmupLR", warmup_num_steps=5), scheduler=dummy(100, 5))
     assert any("total_num_steps" in sentence for sentence in result.logged)
 
 
 def test_an_unknown_counting_is_refused(document):
-    """Only `steps` and `processes` count; the check says so, before anything is resolved."""
+    """Only `steps` and `processes` are legal. The check says so before resolving."""
     with pytest.raises(ConfigError, match="steps or processes"):
         check_document(document({}, {"scheduler_counts": "epochs"}))
 
 
 def test_a_placeholder_without_a_total(resolved):
-    """The message names the argument that DummyScheduler lacks, rather than a placeholder that is there."""
+    """The message names the argument that DummyScheduler lacks, not the existing placeholder."""
     config = section("WarmupDecayLR", total_num_steps="auto")
     with pytest.raises(ConfigError, match=r"auto, and there is no total_num_steps in the DummyScheduler") as raised:
         resolved(config, optimizer=OPTIMIZER, scheduler=dummy())

@@ -40,7 +40,7 @@ def zero(result, *path):
     ],
 )
 def test_buckets_come_from_the_model_within_bounds(resolved, model, key, expected):
-    """h², 0.9 h² and 10 h, within a floor and a ceiling, never more than the model, else the shapes, else default."""
+    """h², 0.9 h² and 10 h, within bounds, at most the model's size; without h from the shapes, or the default."""
     result = resolved({"zero_optimization": {"stage": 3, key: "auto"}}, machine=GPU, model=model)
     assert zero(result, key) == expected
     assert isinstance(zero(result, key), int)
@@ -48,7 +48,7 @@ def test_buckets_come_from_the_model_within_bounds(resolved, model, key, expecte
 
 
 def test_stage_and_device_need_a_plan(resolved):
-    """`stage: auto` would be stage 0 inside DeepSpeed: in a run without a plan it is refused with what to write."""
+    """DeepSpeed would read `stage: auto` as stage 0. In a run without a plan, the error says what to write."""
     config = {"zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}}}
     with pytest.raises(ConfigError) as caught:
         resolved(config)
@@ -60,7 +60,7 @@ def test_stage_and_device_need_a_plan(resolved):
 
 
 def test_without_deepspeed_open_zero_fields_are_none(resolved):
-    """On the DDP path an open stage is 0 and an open device none, and nothing of DeepSpeed's is added."""
+    """On the DDP path an open stage is 0 and an open device none. No value of DeepSpeed is added."""
     config = {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto", "pin_memory": "auto"}}}
     result = resolved(config, strategy="ddp")
     assert result.zero_stage == 0
@@ -72,7 +72,7 @@ def test_without_deepspeed_open_zero_fields_are_none(resolved):
 @pytest.mark.parametrize(("machine", "expected"), [(GPU, True), (CPU, False)])
 @pytest.mark.parametrize("written", [{}, {"pin_memory": "auto"}])
 def test_pin_memory_is_written_out(resolved, machine, expected, written):
-    """DeepSpeed's default for it changed in 0.19.5, so that absent and auto are both settled here."""
+    """DeepSpeed's default changed in 0.19.5, so absent and auto both get a value here."""
     section = {"device": "cpu", **written}
     result = resolved({"zero_optimization": {"stage": 2, "offload_optimizer": section}}, machine=machine)
     assert zero(result, "offload_optimizer", "pin_memory") is expected
@@ -82,7 +82,7 @@ def test_pin_memory_is_written_out(resolved, machine, expected, written):
     ("stage", "written", "expected"), [(3, None, True), (2, None, False), (2, True, True), (1, True, False)]
 )
 def test_overlap_comm(resolved, document, stage, written, expected):
-    """Null means stage 3; below stage 2 it is off, which is logged once where the user had typed it."""
+    """Null follows stage 3. Below stage 2 overlap is off, which is logged once if the user typed it."""
     section = {"stage": stage} if written is None else {"stage": stage, "overlap_comm": written}
     result = resolved({"zero_optimization": section})
     assert zero(result, "overlap_comm") is expected
@@ -102,7 +102,7 @@ def test_overlap_comm(resolved, document, stage, written, expected):
     ],
 )
 def test_gradients_accumulate_in_fp32_under_bf16(resolved, stage, precision, written, expected):
-    """At stages 1-3, unless the user typed another type; DeepSpeed refuses fp32 at stage 0."""
+    """This holds at stages 1-3 unless the user typed another dtype. DeepSpeed refuses fp32 at stage 0."""
     config = {"zero_optimization": {"stage": stage}, "data_types": written}
     result = resolved(config, {"mixed_precision": precision}, machine=GPU)
     assert result.tree.value("data_types", "grad_accum_dtype") == expected
@@ -117,7 +117,7 @@ def test_the_engine_runs_as_the_loop_contract_needs(resolved):
 
 
 def test_sub_groups_are_small_enough_for_a_ratio(resolved):
-    """With one sub-group a ratio below 1 has no effect, so that auto splits a partition into ten."""
+    """With one sub-group a ratio below 1 has no effect, so auto splits a partition into ten."""
     offload = {"device": "cpu", "ratio": 0.3}
     config = {"zero_optimization": {"stage": 3, "sub_group_size": "auto", "offload_optimizer": offload}}
     model = ModelFacts(parameters=4_000_000)
@@ -139,14 +139,14 @@ def test_nvme_fields(resolved):
 
 
 def test_tokens_that_a_switch_keeps_need_no_gpu(resolved):
-    """Without the switch above it nothing reads the section, which is a warning of the check."""
+    """Without the enabling switch no code reads the section, and the check warns."""
     config = {"data_efficiency": {**DROPPING, "enabled": False}}
     assert resolved(config, machine=CPU).tree.value("data_efficiency", "data_routing", "random_ltd", "enabled") is True
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_are_gathered_on_save_at_stage_3_only(resolved, stage):
-    """`auto` asks for what saving needs."""
+    """`auto` requests the gathering that saving needs."""
     config = {"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": "auto"}}
     assert zero(resolved(config), "stage3_gather_16bit_weights_on_model_save") is (stage == 3)
 
@@ -155,7 +155,7 @@ def test_weights_are_gathered_on_save_at_stage_3_only(resolved, stage):
     "key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"]
 )
 def test_quantized_partitions_need_a_gpu(resolved, key):
-    """Also where no key says that the run is on a CPU: the kernels would fail to build inside the engine."""
+    """Otherwise the kernels would fail to build inside the engine, also if no key says that the run is on a CPU."""
     config = {"zero_optimization": {"stage": 3, key: True}}
     with pytest.raises(ConfigError, match=rf"zero_optimization.{key}: true, but this run is on a CPU(.|\n)*Delete it"):
         resolved(config, machine=CPU)
@@ -172,7 +172,7 @@ def test_quantized_partitions_need_a_gpu(resolved, key):
     ids=["a direct disk", "kernels that generate", "dropped tokens"],
 )
 def test_what_only_a_gpu_has_needs_one(resolved, key, config):
-    """Also where no key says that the run is on a CPU; on a GPU it is left as it is."""
+    """This holds also if no key says that the run is on a CPU. On a GPU the value is unchanged."""
     needs = "(it needs|its kernels need) a GPU"
     said = rf"ds.json:{key}: {key}: true, but this run is on a CPU, and {needs}.(.|\n)*Delete it"
     with pytest.raises(ConfigError, match=said):
@@ -184,7 +184,7 @@ def test_what_only_a_gpu_has_needs_one(resolved, key, config):
     ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
 )
 def test_monitors_need_their_packages(resolved, monkeypatch, section, package):
-    """The engine would fail on rank 0 alone, in an import; which packages a worker has is known in a run only."""
+    """The engine would fail in an import, on rank 0 only. A worker's packages are known only in a run."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
     monkeypatch.delitem(sys.modules, package, raising=False)

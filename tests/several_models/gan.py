@@ -1,4 +1,4 @@
-"""A small GAN and its training, written by hand in plain torch and as a loop over zero_plugin."""
+"""A small GAN and its training, by hand in plain torch and as a loop over zero_plugin."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Case:
     """One way of training it.
 
     Attributes:
-        frozen: the discriminator is frozen for the generator's loss.
+        frozen: whether the discriminator is frozen for the generator's loss.
         accumulation: micro-batches per step of both.
         style: `context` wraps micro-batches in one `accumulate` of both models, `contexts` each half in its own,
             `hand` in none.
-        clip: largest gradient norm of both.
-        one_call: all objects are prepared together.
+        clip: largest gradient norm for both.
+        one_call: whether one call prepares all objects.
         batches: per epoch.
-        adam: AdamW, else SGD with momentum.
-        late: both optimizers step at the end, when the discriminator is still frozen.
+        adam: AdamW instead of SGD with momentum.
+        late: whether both optimizers step at the end, when the discriminator is still frozen.
         precision: `mixed_precision`.
     """
 
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass
 class Result:
-    """Losses of the discriminator and the generator, norms where they were clipped, and the weights of both."""
+    """Losses of the discriminator and the generator, norms if they were clipped, and the weights of both."""
 
     losses: list[list[float]]
     norms: list[float]
@@ -54,7 +54,7 @@ class Result:
 
 
 def make_nets() -> tuple[nn.Module, nn.Module]:
-    """Generator and discriminator, with the same weights everywhere."""
+    """Build generator and discriminator, with the same weights everywhere."""
     torch.manual_seed(11)
     generator = nn.Sequential(nn.Linear(NOISE, 10), nn.Tanh(), nn.Linear(10, FEATURES))
     discriminator = nn.Sequential(nn.Linear(FEATURES, 10), nn.LeakyReLU(0.2), nn.Linear(10, 1))
@@ -62,21 +62,21 @@ def make_nets() -> tuple[nn.Module, nn.Module]:
 
 
 def make_data(batches: int) -> TensorDataset:
-    """Noise and real samples of an epoch, all processes together."""
+    """Return noise and real samples of an epoch, for all processes together."""
     generator = torch.Generator().manual_seed(12)
     real = 2 + torch.randn(BATCH * batches, FEATURES, generator=generator)
     return TensorDataset(torch.randn(BATCH * batches, NOISE, generator=generator), real)
 
 
 def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """The case's optimizer."""
+    """Build the case's optimizer."""
     if case.adam:
         return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def discriminator_loss(generator: Any, discriminator: Any, noise: Tensor, real: Tensor) -> Tensor:
-    """Two forwards of the discriminator."""
+    """Compute the loss of two forwards of the discriminator."""
     with torch.no_grad():
         fake = generator(noise)
     on_real, on_fake = discriminator(real), discriminator(fake)
@@ -86,13 +86,13 @@ def discriminator_loss(generator: Any, discriminator: Any, noise: Tensor, real: 
 
 
 def generator_loss(generator: Any, discriminator: Any, noise: Tensor) -> Tensor:
-    """It runs through the discriminator."""
+    """Compute the loss, which runs through the discriminator."""
     on_fake = discriminator(generator(noise))
     return binary_cross_entropy_with_logits(on_fake, torch.ones_like(on_fake))
 
 
 def train_plain(case: Case) -> Result:
-    """One process on the global batch, by hand."""
+    """Train one process on the global batch, by hand."""
     generator, discriminator = make_nets()
     optimizers = [make_optimizer(model, case) for model in (generator, discriminator)]
     loader = DataLoader(make_data(case.batches), batch_size=BATCH)
@@ -131,7 +131,7 @@ def train_plain(case: Case) -> Result:
 
 
 def train(accelerator: Accelerator, case: Case, weights: Callable[[Accelerator, Any], dict[str, Tensor]]) -> Result:
-    """The same over zero_plugin; `zero_grad` and `step` stand in every micro-batch."""
+    """Train the same over zero_plugin. Every micro-batch calls `zero_grad` and `step`."""
     nets = make_nets()
     optims = [make_optimizer(model, case) for model in nets]
     loader: Any = DataLoader(make_data(case.batches), batch_size=BATCH // accelerator.num_processes)

@@ -7,7 +7,7 @@ from gan import Case, train, train_plain
 from on_paths import ALL, on_rows, row
 from paths import FURTHER, assert_near, running, weights
 
-# Nothing stays out of these on any path, so that each feature meets each path.
+# No path excludes any of these, so every feature is tested on every path.
 EVERYWHERE = {
     "by-hand": Case(frozen=False),
     "frozen": Case(frozen=True, one_call=True, adam=True, clip=0.3),
@@ -26,7 +26,7 @@ SOME = ("ddp", "zero1", "zero2-cpu", "zero3")
 
 
 def cases_of(path: str) -> dict[str, Case]:
-    """What is trained on a path."""
+    """List the cases of a path."""
     if path in FURTHER:
         return {name: EVERYWHERE[name] for name in ("left-gradients", "frozen")}
     return EVERYWHERE | (ON_SOME if path in SOME else {})

@@ -1,4 +1,4 @@
-"""Models side by side on every path: teachers, joint losses, gradient penalties, shared calls, and what is refused."""
+"""Several models on every path: teachers, joint losses, gradient penalties, shared calls, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_frozen_judge_passes_gradients_on(path: str) -> None:
-    """A perceptual loss: a frozen model without an optimizer, whose gradient trains the one before it."""
+    """In a perceptual loss, the gradient of a frozen model without an optimizer trains the model before it."""
 
     def train(loop: Plain) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -70,7 +70,7 @@ def test_a_frozen_judge_passes_gradients_on(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_two_models_with_one_loss(path: str) -> None:
-    """One backward, two optimizers, of which one is a placeholder and one has a schedule."""
+    """One backward serves two optimizers. One is a placeholder, and one has a schedule."""
 
     def train(loop: Plain) -> dict[str, Tensor]:
         one, two = make_net(), nn.Linear(4, 4)
@@ -97,7 +97,7 @@ def test_two_models_with_one_loss(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradient_penalty(path: str) -> None:
-    """WGAN-GP: `torch.autograd.grad` with a graph runs through the discriminator; at stage 3 it cannot."""
+    """WGAN-GP: `torch.autograd.grad` with a graph runs through the discriminator. At stage 3 it is an error."""
 
     def penalty(discriminator: Any, x: Tensor) -> Tensor:
         x = x[:, :6].clone().requires_grad_(True)
@@ -122,7 +122,7 @@ def test_gradient_penalty(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_forwards_before_backwards(path: str) -> None:
-    """Two losses of one model, both computed before the first backward; their gradients add up, also in a window."""
+    """Two losses of one model precede the first backward. Their gradients add up, also in a window."""
     plain = make_net()
     sgd = _sgd(plain)
     for i in range(3):
@@ -146,8 +146,8 @@ def test_forwards_before_backwards(path: str) -> None:
 def test_batch_norm_twice_in_a_loss(path: str) -> None:
     """A discriminator with running statistics runs on real and on generated samples before its one backward.
 
-    Each process normalises by its own samples, so the reference does too, and averages gradients by hand. Where torch's
-    own DDP fails at it, as that of 2.9 does, so does the path.
+    Each process normalises by its own samples. The reference does too, and averages gradients by hand. If torch's own
+    DDP fails, as in release 2.9, the path fails too.
     """
 
     def build() -> list[Any]:
@@ -193,7 +193,7 @@ def test_batch_norm_twice_in_a_loss(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_reentrant_checkpoints(path: str) -> None:
-    """A backward inside the backward: whose gradients came is seen where a graph's walk would not show them."""
+    """In a backward inside the backward, the gradients' origin is found, though no walk of the graph would show it."""
 
     class Checkpointed(nn.Module):
         def __init__(self, width: int) -> None:
@@ -221,10 +221,10 @@ def test_reentrant_checkpoints(path: str) -> None:
     assert_trains_as_plain(path, train)
 
 
-# In fp32 the optimizer of stage 0 is torch's own, which knows no scale.
+# In fp32, the optimizer of stage 0 is torch's own, which has no loss scale.
 @on_paths(*without(LOOP, "zero0"), daily=("ddp", "zero2"))
 def test_a_loss_scale_changes_inside_a_window(path: str) -> None:
-    """What came before is rescaled: one loss through two models has one scale, the smaller of theirs."""
+    """Earlier gradients are rescaled. One loss through two models uses the smaller of their scales."""
     plain = make_net()
     sgd = _sgd(plain)
     for i in range(2):
@@ -247,7 +247,7 @@ def test_a_loss_scale_changes_inside_a_window(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_an_overflow_of_one_model(path: str) -> None:
-    """fp16 off DeepSpeed: one model's skipped steps lower its scale, and that of a loss through both."""
+    """In fp16 without DeepSpeed, one model's skipped steps lower its scale and that of a loss through both."""
     with running(path, mixed_precision="fp16") as accelerator:
         one, two = make_net(), make_net()[2:].append(nn.Linear(4, 16))
         one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
@@ -268,7 +268,7 @@ def test_an_overflow_of_one_model(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_loop_that_never_steps(path: str) -> None:
-    """A loop that takes `backward` for a step is told so at its epoch's end, once."""
+    """A loop that calls only `backward` gets one warning at its epoch's end."""
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
         model = make_net()
         loader: Any = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
@@ -283,7 +283,7 @@ def test_a_loop_that_never_steps(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_bf16_beside_a_teacher(path: str) -> None:
-    """Under bf16 a model without an optimizer takes fp32 inputs, as the trained one does, and teaches the same."""
+    """Under bf16, a model without an optimizer takes fp32 inputs like the trained one, and teaches the same."""
 
     def distill(student: Any, teacher: Any, x: Tensor) -> Tensor:
         return (student(x).float() - 2 * teacher(x).float()).square().mean()
@@ -314,7 +314,7 @@ def test_bf16_beside_a_teacher(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradients_stay_until_zero_grad(path: str) -> None:
-    """What another model's loss left behind is applied with the next step, as in plain torch; `zero_grad` drops it."""
+    """Gradients from another model's loss enter the next step, as in plain torch. `zero_grad` drops them."""
 
     def train(drops: bool, loop: Plain) -> dict[str, Tensor]:
         torch.manual_seed(2)
@@ -338,7 +338,7 @@ def test_gradients_stay_until_zero_grad(path: str) -> None:
 
 
 class _Stream(IterableDataset[Tensor]):
-    """Samples of which nobody knows how many there are."""
+    """Samples of unknown number."""
 
     def __init__(self, samples: Tensor) -> None:
         self._samples = samples
@@ -349,9 +349,9 @@ class _Stream(IterableDataset[Tensor]):
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_of_another_window(path: str) -> None:
-    """Left by its losses at the end of an epoch, they are divided by its size, not by that of the shorter own window.
+    """Gradients left at the end of an epoch are divided by their window's size, not by the own window's shorter one.
 
-    Data whose length is unknown ends before that could be: they are refused there, unless the script drops them.
+    Data of unknown length ends before this is possible. There they are refused unless the script drops them.
     """
     batches, accumulation, epochs = 5, 3, 2
     samples = torch.cat([global_batch(i)[0] for i in range(batches)])
@@ -408,7 +408,7 @@ def test_gradients_of_another_window(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_whose_micro_batch(path: str) -> None:
-    """With accumulation and by hand, a loss that reaches two models is refused; under `accumulate` it is not."""
+    """With accumulation by hand, a loss that reaches two models is refused. Under `accumulate` it works."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
         one, two = make_net(), nn.Linear(4, 4)
         one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
@@ -435,7 +435,7 @@ def test_whose_micro_batch(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_a_loss_inside_accumulate_of_another_model(path: str) -> None:
-    """A model that is not named there steps where the named one's window ends, by the gradients of all of it."""
+    """A model that is not named there steps when the named model's window ends, by the window's complete gradients."""
     plain = make_net(), make_net()[2:].append(nn.Linear(4, 16))
     for i in range(2):
         (plain[1](plain[0](global_batch(i)[0]).repeat(1, 4)).square().mean() / 2).backward()
@@ -459,7 +459,7 @@ def test_a_loss_inside_accumulate_of_another_model(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_clipping_is_of_one_model(path: str) -> None:
-    """Parameters of two models at once cannot be meant: under ZeRO there is no common norm."""
+    """A call with parameters of two models is an error, since under ZeRO they have no common norm."""
     with running(path) as accelerator:
         one, two = make_net(), nn.Linear(4, 4)
         one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
@@ -478,7 +478,7 @@ def test_clipping_is_of_one_model(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_each_model_has_its_own_configuration(path: str) -> None:
-    """What was open is filled for each from its own optimizer and sizes; the first one's stays as it was."""
+    """Each model's open values follow from its own optimizer and sizes. The first model's stay unchanged."""
     deepspeed = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
         "zero_optimization": {**(ZERO[path] if is_zero(path) else {}), "reduce_bucket_size": "auto"},
@@ -501,12 +501,12 @@ def test_each_model_has_its_own_configuration(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_what_is_not_prepared(path: str) -> None:
-    """A loss that trains what was not prepared, or what has no optimizer, is refused, and the fix named."""
+    """A loss that trains an unprepared model, or one without an optimizer, is refused, and the error has the fix."""
     with running(path) as accelerator:
         model, stranger, judge = make_net(), nn.Linear(4, 3), nn.Linear(4, 2)
         model, optimizer, judge = accelerator.prepare(model, _sgd(model), judge)
         x, _ = own_batch(0)
-        if accelerator.num_processes == 1:  # the script may train it by itself
+        if accelerator.num_processes == 1:  # the script may train it without this package
             accelerator.backward(stranger(model(x)).mean())
             optimizer.zero_grad()
             assert float(stranger.bias.grad.sum()) == 1.0
@@ -524,7 +524,7 @@ def test_what_is_not_prepared(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_what_prepare_refuses(path: str) -> None:
-    """Each mistake in the objects is named; nothing is prepared then."""
+    """Each mistake in the objects is named, and nothing is prepared."""
     with running(path) as accelerator:
         one, two = make_net(), nn.Linear(4, 4)
         both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)

@@ -1,4 +1,4 @@
-"""A training script that ends something by itself before the package does: STORE RANK WORLD PATH HOW FOLDER.
+"""A training script that ends something before the package does: STORE RANK WORLD PATH HOW FOLDER.
 
 With `-` as STORE, the environment describes the group.
 """
@@ -30,7 +30,7 @@ from zero_plugin.utils import InitProcessGroupKwargs, ProjectConfiguration
 
 
 def main(store: str, rank: str, world: str, path: str, how: str, folder: str) -> None:
-    """Train two steps, then end as asked."""
+    """Train two steps, then end in the requested way."""
     handlers = []
     if store != "-":
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -116,7 +116,7 @@ def main(store: str, rank: str, world: str, path: str, how: str, folder: str) ->
 
 
 def full_disk(_: int) -> None:
-    """What `os.fsync` is when the disk is full."""
+    """Fail like `os.fsync` on a full disk."""
     raise OSError(28, "No space left on device")
 
 
@@ -126,9 +126,9 @@ def leave() -> None:
 
 
 def use(model: nn.Module, pause: float) -> None:
-    """Compute with the model for as long as the process is there.
+    """Compute with the model until the process ends.
 
-    A thread that never pauses is in torch when Python is finalized, and C++ aborts, as in plain torch.
+    A thread that never pauses is still in torch when Python finalizes. C++ then aborts, as in plain torch.
     """
     while True:
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """A whole training script: PATH HOW, or STORE RANK WORLD PATH HOW NVME for a job of one process of its own.
 
-HOW: `end` calls end_training, `fall` runs off its end, `exit` calls sys.exit, `keep` leaves everything referenced by a
+HOW. `end` calls end_training, `fall` runs off its end, `exit` calls sys.exit, `keep` leaves everything referenced by a
 module, `raise` raises on the last process while the others go on.
 """
 
@@ -22,7 +22,7 @@ from zero_plugin import Accelerator
 
 
 def configuration(path: str, nvme: str) -> dict[str, object]:
-    """The launch configuration of a path."""
+    """Build the launch configuration of a path."""
     if path == "ddp":
         return {"distributed_type": "MULTI_CPU", "use_cpu": True}
     zero = ZERO.get(path) or {
@@ -34,7 +34,7 @@ def configuration(path: str, nvme: str) -> dict[str, object]:
 
 
 def main(path: str, how: str, nvme: str) -> None:
-    """Train four steps, then end as asked."""
+    """Train four steps, then end in the requested way."""
     accelerator = Accelerator(config=configuration(path, nvme))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4)) if nvme else nn.Linear(8, 4)

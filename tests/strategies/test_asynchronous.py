@@ -1,4 +1,4 @@
-"""save_state(asynchronous=True): what is written, who waits for whom, and what a failure leaves."""
+"""save_state(asynchronous=True): its contents, its order with other saves, and what remains after a failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Average:
 
 
 class Swapping(torch.optim.SGD):
-    """Its own methods change what it steps, past the count of a tensor's versions."""
+    """An optimizer whose own methods change its parameters without raising their version counters."""
 
     def eval(self) -> None:
         self.double()
@@ -58,7 +58,7 @@ class Swapping(torch.optim.SGD):
 
 @contextmanager
 def writing_by(write: Callable[..., int]) -> Iterator[None]:
-    """Threads beside the script's write to files by `write`, which gets the real `os.pwrite` first."""
+    """Send the writes of other threads to `write`, which gets the real `os.pwrite` as first argument."""
     real, script = os.pwrite, threading.current_thread()
 
     def pwrite(*args: Any) -> int:
@@ -73,7 +73,7 @@ def writing_by(write: Callable[..., int]) -> Iterator[None]:
 
 @contextmanager
 def held_disk() -> Iterator[threading.Event]:
-    """Nothing is written behind the training until the event is set."""
+    """Hold back all writes of the background save until the event is set."""
     release = threading.Event()
 
     def write(real: Callable[..., int], *args: Any) -> int:
@@ -89,7 +89,7 @@ def held_disk() -> Iterator[threading.Event]:
 
 @contextmanager
 def held_copies() -> Iterator[threading.Event]:
-    """What is copied behind the training is copied when the event is set, as it is at first."""
+    """Hold back the background copies while the event is clear. The event starts out set."""
     release, real = threading.Event(), Snapshot.finish
     release.set()
 
@@ -106,7 +106,7 @@ def held_copies() -> Iterator[threading.Event]:
 
 
 def released_by(release: threading.Event, wait: Callable[[], None]) -> Callable[[], None]:
-    """`wait`, and what it waits for goes on."""
+    """Return a function that sets the event and then calls `wait`."""
 
     def call() -> None:
         release.set()
@@ -117,7 +117,7 @@ def released_by(release: threading.Event, wait: Callable[[], None]) -> Callable[
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """The last process cannot write behind the training."""
+    """Make background writes fail on the last process."""
 
     def write(real: Callable[..., int], *args: Any) -> int:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -130,14 +130,14 @@ def full_disk() -> Iterator[None]:
 
 @contextmanager
 def available_memory(size: int) -> Iterator[None]:
-    """The last process reads that so many bytes are left."""
+    """Make the last process read this number of bytes as available memory."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     with patch.object(background, "available_cpu_memory", lambda: size) if is_last else nullcontext():
         yield
 
 
 def content_of(checkpoint: Path) -> dict[str, Any]:
-    """All that it holds, bit for bit, but for the time of its making."""
+    """Return the contents of a checkpoint, bit for bit, without its time of creation."""
     content: dict[str, Any] = {
         str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()
     }
@@ -146,16 +146,16 @@ def content_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of folders, hidden ones too, when all processes have come here."""
+    """Return the names in a folder, hidden ones too, once all processes have arrived."""
     dist.barrier()
     return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
 @on_paths("single", "ddp", "zero0", "zero2", "zero3", "zero2-cpu", "zero3-nvme", daily=("ddp", "zero2", "zero3-nvme"))
 def test_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
-    """Bit for bit, though weights, states and registered objects have changed before anything of it was written.
+    """It holds the same bits as a synchronous save, though everything changes before the writes begin.
 
-    The second one, into the memory of the first, too; and it is what load_state goes on from at once.
+    The second save, into the memory of the first, does too. load_state can resume from it immediately.
     """
     nvme = path == "zero3-nvme"
     section = zero3(folder / "swap", optimizer="nvme", param="nvme") if nvme else None
@@ -188,7 +188,7 @@ def test_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero3", "zero2-cpu")
 def test_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> None:
-    """Where a script changes in place what is copied behind the training, there is no checkpoint, and it says so."""
+    """If a script changes a value in place during the copy, the save raises an error and leaves no checkpoint."""
     with running(path) as accelerator, held_copies() as release:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -207,7 +207,7 @@ def test_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> N
 
 @on_paths("single", "ddp", "zero2", "zero3", daily=("ddp", "zero2"))
 def test_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) -> None:
-    """Weights that it writes are copied before; what else can change masters or states waits for the copy."""
+    """Weights are copied before the script can write to them. Other changes of master weights or states wait."""
     with running(path) as accelerator, held_copies() as release:
         net = make_net()
         model, optimizer = accelerator.prepare(net, Swapping(net.parameters(), lr=1e-2, momentum=0.9))
@@ -240,7 +240,7 @@ def test_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) -
 
 @on_paths("ddp")
 def test_one_that_is_interrupted_holds_nobody_up(path: str, folder: Path) -> None:
-    """Where a script gets Ctrl-C before its first save goes on behind it, the others' threads end; nothing is left."""
+    """If Ctrl-C reaches one process before its first background save, the others' threads end and no file remains."""
     with running(path) as accelerator:
         prepare_net(accelerator)
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -263,7 +263,7 @@ def test_one_that_is_interrupted_holds_nobody_up(path: str, folder: Path) -> Non
 
 @on_paths("single", "ddp")
 def test_what_is_closed_is_let_go(path: str, folder: Path) -> None:
-    """Made inside inference_mode it is written too; free_memory keeps nothing of the model that is being written."""
+    """A model that was made inside inference_mode is saved too. free_memory releases a model during its save."""
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -279,7 +279,10 @@ def test_what_is_closed_is_let_go(path: str, folder: Path) -> None:
 
 @on_paths("single", "zero3")
 def test_one_at_a_time(path: str, folder: Path) -> None:
-    """The next save, of either kind, and the end begin when the one before is complete; old ones go after that."""
+    """The next save of either kind, and the end of training, wait for the running save.
+
+    Old checkpoints go after that.
+    """
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         following: list[Callable[[Path], Any]] = [
@@ -303,7 +306,7 @@ def test_one_at_a_time(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero2")
 def test_a_failure_is_told_by_the_next_call(path: str, folder: Path) -> None:
-    """On every process, naming the checkpoint; older ones stay, nothing of it does, and saving goes on."""
+    """The next call raises the error on every process and names the checkpoint. Older ones stay, later saves work."""
     with running(path) as accelerator:
         prepare_net(accelerator)
         accelerator.save_state(folder / "step_0")
@@ -328,7 +331,7 @@ def test_a_failure_is_told_by_the_next_call(path: str, folder: Path) -> None:
 
 @on_paths("ddp")
 def test_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
-    """Where the copy does not fit on one machine, a line with both numbers; memory that it has already is not asked."""
+    """If the copy does not fit on one machine, a warning gives both sizes. Memory of an earlier copy is not counted."""
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -357,7 +360,7 @@ def test_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
 
 @on_paths("zero3-nvme")
 def test_reads_nvme_once(path: str, folder: Path) -> None:
-    """Each sub-group of the optimizer's states is read once for a save of either kind: to plan, nothing is read."""
+    """A save of either kind reads each sub-group of the optimizer's states once. Planning reads nothing."""
     section = zero3(folder / "swap", optimizer="nvme", param="nvme")
     with running("zero3", deepspeed=section) as accelerator:
         model, optimizer = prepared(accelerator)

@@ -1,4 +1,4 @@
-"""Processes that take different branches of a model: conditional computation, layers that are left out at random."""
+"""Processes that take different branches of a model, as with conditional computation or layers dropped at random."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WAYS["at one"] = lambda *_: "ab"
 
 
 class Branching(nn.Module):
-    """Two branches of equal size, and one of another."""
+    """Two branches of equal size and one of another size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _train_plainly(ways: list[str]) -> dict[str, Tensor]:
-    """On one device, with the batches and branches of both processes; what no process reaches has a zero gradient."""
+    """Train on one device with the batches and branches of both processes. Unreached parameters get zero gradients."""
     model = Branching()
     sgd = _sgd(model)
     for step, way in enumerate(ways):
@@ -84,7 +84,7 @@ def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
 
 @on_paths("zero0", "zero1", "zero1-cpu", daily="zero0")
 def test_each_process_counts(path: str) -> None:
-    """What a process does not reach counts as 0 there: the numbers, and the clipping, are those of one device."""
+    """A parameter that a process does not reach counts as 0 there. Values and clipping equal those of one device."""
     for precision, tolerance in (("no", 1e-6), ("bf16", 1e-2)):
         with running(path, gradient_accumulation_steps=_MICRO_BATCHES, mixed_precision=precision) as accelerator:
             model, optimizer = _prepared(accelerator)
@@ -94,9 +94,9 @@ def test_each_process_counts(path: str) -> None:
 
 @on_paths("zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-gathered", daily=("zero2", "zero3-cpu"))
 def test_different_branches_are_refused(path: str) -> None:
-    """Where gradients are summed as they come: on every process, before the mixture is applied; what differs is named.
+    """If sums start during backward, every process raises an error before applying a mixture, and names the difference.
 
-    In the first windows before the reduction, so that unequal sizes are found; later in time for the step.
+    The first windows check before the reduction, so unequal sizes are found. Later windows check before the step.
     """
     words = ("different branches", "rank 0", "rank 1", "stage 1")
     for careful in (True, False):
@@ -109,7 +109,7 @@ def test_different_branches_are_refused(path: str) -> None:
             for way in ways:
                 raised(LoopError, *words, by=lambda: _train(accelerator, model, optimizer, [way]))  # noqa: B023
                 assert same(weights(accelerator, model), before)
-                if path.startswith("zero3"):  # what a forward gathered, it has not released
+                if path.startswith("zero3"):  # the error does not release what a forward gathered
                     break
                 optimizer.zero_grad()
             else:
@@ -144,20 +144,23 @@ class Sometimes(nn.Module):
 
 
 class Reciprocal(nn.Module):
-    """Infinite, with infinite derivatives, at 0."""
+    """Infinite at 0, with infinite derivatives."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 1 / x.abs().sqrt()
 
 
 def _has_image(step: int, rank: int) -> bool:
-    """On both processes, on either alone, and on none."""
+    """Return whether a process has an image: both processes, one of them, or none."""
     return (True, rank == 0, rank == 1, False)[step % 4]
 
 
 @on_paths(*without(SEVERAL, "zero1-cpu"), daily=("ddp", "zero2", "zero3-cpu"))
 def test_a_branch_that_only_some_processes_take_trains(path: str) -> None:
-    """With `dummy_forward` on the others, trained or frozen; numbers that are infinite there change no gradient."""
+    """With `dummy_forward` on the other processes, the branch trains, frozen or not.
+
+    Infinite values there change nothing.
+    """
     for frozen in (False, True):
         plain = Sometimes(frozen=frozen)
         plain.is_plain = True
@@ -182,7 +185,7 @@ def test_a_branch_that_only_some_processes_take_trains(path: str) -> None:
 
 @on_paths("zero1", "zero2", "zero3", daily=("zero1", "zero2"))
 def test_frozen_branches_are_named(path: str) -> None:
-    """A frozen tower that only some processes run is named in the error at stage 3; below it trains."""
+    """At stage 3 an error names a frozen tower that only some processes run. Below stage 3 the model trains."""
     with running(path) as accelerator:
         net = Branching()
         net.a.requires_grad_(False)
@@ -201,7 +204,7 @@ def test_frozen_branches_are_named(path: str) -> None:
 
 
 def _train_unevenly(accelerator: Accelerator, model: Any, optimizer: Any, *, syncs: bool) -> None:
-    """Three backwards on process 0 and two on process 1 before each step."""
+    """Run three backwards on process 0 and two on process 1 before each step."""
     count = 3 - dist.get_rank()
     for step in range(3):
         for micro in range(count):
@@ -215,7 +218,10 @@ def _train_unevenly(accelerator: Accelerator, model: Any, optimizer: Any, *, syn
 
 @on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero1-cpu", "zero3-gathered", daily=("ddp", "zero2", "zero1-cpu"))
 def test_uneven_backwards(path: str) -> None:
-    """Their sum is that of one device; at stages 2 and 3, and where DDP averages each, an error names the numbers."""
+    """Their sum equals one device's.
+
+    At stages 2 and 3, and if DDP averages each backward, an error names the counts.
+    """
     if path.startswith(("zero2", "zero3")):
         with running(path) as accelerator:
             model, optimizer = _prepared(accelerator)
@@ -242,7 +248,10 @@ def test_uneven_backwards(path: str) -> None:
 
 @on_paths("zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-gathered", daily=("zero1", "zero2"))
 def test_backwards_in_a_hook(path: str) -> None:
-    """GradCache trains as on one device; at stages 2 and 3 an error says what to write, which trains."""
+    """GradCache trains as on one device.
+
+    At stages 2 and 3 an error says what to write instead, and that version trains.
+    """
     (x, y), (own_x, own_y) = global_batch(0), own_batch(0)
 
     def gradients_of(model: Any, parts: tuple[Tensor, ...], y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

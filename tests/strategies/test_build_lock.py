@@ -1,4 +1,4 @@
-"""What keeps an op from being built is an error before anything waits: a killed build's lock, a missing compiler."""
+"""Obstacles to building an op, like a killed build's lock or a missing compiler, raise errors before anything waits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.programs
 
 
 def use_torch(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this torch were installed, here and in processes that a test starts."""
+    """Pretend that this torch is installed, here and in processes that a test starts."""
     metadata = folder / "site" / f"torch-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-    if plugins := distribution("torch").read_text("entry_points.txt"):  # torch 2.15 finds gloo by them
+    if plugins := distribution("torch").read_text("entry_points.txt"):  # torch 2.15 finds gloo through them
         metadata.with_name("entry_points.txt").write_text(plugins)
     site = str(metadata.parents[1])
     monkeypatch.syspath_prepend(site)
@@ -36,7 +36,7 @@ def use_torch(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def older_torch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A torch whose builders wait for a lock that is there."""
+    """Use a torch whose builders wait for an existing lock."""
     use_torch("2.13.0", tmp_path_factory.mktemp("older"), monkeypatch)
     yield
     monkeypatch.undo()
@@ -45,7 +45,7 @@ def older_torch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Path:
-    """A lock as torch's builder left it an hour ago."""
+    """Create a lock that torch's builder left an hour ago."""
     return leave_lock(tmp_path, "cpu_adam")
 
 
@@ -59,7 +59,7 @@ def leave_lock(cache: Path, op: str, seconds_ago: float = 3600) -> Path:
 
 
 def test_a_stale_lock_is_refused(lock: Path, tmp_path: Path) -> None:
-    """The error names the lock and the command that removes it; after that there is nothing to refuse."""
+    """The error names the lock and the command that removes it. After that, nothing is refused."""
     with pytest.raises(MachineError) as caught:
         refuse_stale_build_locks(["async_io", "cpu_adam"], tmp_path)
     assert f"rm {lock}" in str(caught.value)
@@ -68,14 +68,14 @@ def test_a_stale_lock_is_refused(lock: Path, tmp_path: Path) -> None:
 
 
 def test_a_newer_torch_waits_for_no_lock(lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its builders leave the file after every build, and it keeps nobody waiting."""
+    """Its builders leave the file behind after every build, and no later build waits for the file."""
     use_torch("2.14.0", tmp_path, monkeypatch)
     refuse_stale_build_locks(["cpu_adam"], tmp_path)
     assert lock.exists()
 
 
 def test_a_lock_of_something_else_is_not(lock: Path, tmp_path: Path) -> None:
-    """Of an op that this run does not load, or that another Python has built."""
+    """A lock is ignored if this run does not load its op, or if another Python made it."""
     leave_lock(tmp_path / "py38_cpu", "async_io")
     refuse_stale_build_locks(["async_io"], tmp_path)
     assert lock.exists()
@@ -84,7 +84,10 @@ def test_a_lock_of_something_else_is_not(lock: Path, tmp_path: Path) -> None:
 def test_a_build_of_another_machine_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It writes into the folder now and then; the wait is told of, and ends with the build or with its silence."""
+    """That build writes to the folder now and then.
+
+    The run logs the wait, which ends with the build or with its silence.
+    """
     lock = leave_lock(tmp_path, "cpu_adam", seconds_ago=1)
     monkeypatch.setattr("time.sleep", lambda _: lock.unlink())
     refuse_stale_build_locks(["cpu_adam"], tmp_path)
@@ -98,7 +101,10 @@ def test_a_build_of_another_machine_is_awaited(
 
 
 def test_a_live_builders_lock_is_respected(lock: Path, tmp_path: Path) -> None:
-    """While a process has the lock open, the run may wait for it; once that process is killed, it may not."""
+    """While a live process has the lock open, the run may wait for it.
+
+    Once that process is killed, the run is refused.
+    """
     hold = "import os, sys; os.open(sys.argv[1], os.O_RDWR); print(flush=True); sys.stdin.read()"
     builder = subprocess.Popen(
         [sys.executable, "-c", hold, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ}
@@ -116,7 +122,7 @@ def test_a_live_builders_lock_is_respected(lock: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def unprivileged() -> Iterator[None]:
-    """As a user who may not see the open files of root's processes, of which there are some."""
+    """Act as a user who may not see the open files of root's processes. Some of these run."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -129,12 +135,12 @@ def unprivileged() -> Iterator[None]:
 
 
 def test_a_lock_of_another_user_who_has_processes_is_not_stale(unprivileged: None) -> None:
-    """Which files these have open cannot be seen; those of a third user do not count."""
+    """The open files of its owner's processes are invisible. Processes of a third user do not count."""
     with tempfile.TemporaryDirectory() as cache:
         lock = leave_lock(Path(cache), "cpu_adam")
         assert find_stale_build_locks(["cpu_adam"], Path(cache)) == [lock]
         lock.unlink()
-        lock.symlink_to("/etc/passwd")  # a file of root, which no process has open
+        lock.symlink_to("/etc/passwd")  # a file of root that no process has open
         assert find_stale_build_locks(["cpu_adam"], Path(cache)) == []
 
 
@@ -151,7 +157,7 @@ print("made")
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_a_model_that_is_built_in_partitions_does_not_wait_either(swaps: bool, tmp_path: Path) -> None:
-    """NVMe offload of weights loads its op while the model is built, before any engine; without it none is loaded."""
+    """NVMe offload of weights loads its op while the model is built, before any engine. Without it no op is loaded."""
     lock = leave_lock(tmp_path / "cache", "async_io")
     done = subprocess.run(
         [sys.executable, "-c", INIT, *([tmp_path / "swap"] if swaps else [])],
@@ -165,7 +171,7 @@ def test_a_model_that_is_built_in_partitions_does_not_wait_either(swaps: bool, t
 
 
 def test_missing_tools_are_named_with_what_needs_none(tmp_path: Path) -> None:
-    """A compiler for an op that is not built, ninja for any; and the key that does without the op."""
+    """The error names a compiler for an op that is not built, ninja for any op, and the key that avoids the op."""
     nothing = {"PATH": str(tmp_path), "CPATH": str(tmp_path)}
     described = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
     assert described.startswith(
@@ -216,7 +222,7 @@ print("learned:", train(zero_force_ds_cpu_optimizer=False) > 0)
 
 @pytest.mark.processes
 def test_a_machine_without_a_compiler_offloads_with_torchs_optimizer(tmp_path: Path) -> None:
-    """`prepare` names what is missing and the key, and with the key it trains; nothing was begun to be built."""
+    """`prepare` names the missing tool and the key. With the key it trains. No build begins."""
     environ = {**os.environ, "PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", OFFLOADS], env=environ, capture_output=True, text=True, timeout=400)
     assert "refused: This run compiles DeepSpeed's cpu_adam, but ninja is not on the PATH" in done.stdout, done.stderr
@@ -237,7 +243,7 @@ CPUAdamBuilder().load()
 
 @pytest.mark.processes
 def test_a_script_of_another_layer_is_looked_after_too(tmp_path: Path) -> None:
-    """Under `launch` it does not wait for a killed build, and does not build the op for inference at its start."""
+    """Under `launch` this script neither waits for a killed build nor builds the inference op at its start."""
     lock = leave_lock(tmp_path / "cache", "cpu_adam")
     (tmp_path / "script.py").write_text(OF_ANOTHER_LAYER)
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
@@ -249,7 +255,7 @@ def test_a_script_of_another_layer_is_looked_after_too(tmp_path: Path) -> None:
     assert [folder.name for folder in (tmp_path / "cache").iterdir()] == ["cpu_adam"]
 
 
-# torch builds for real, with a compiler that takes for ever.
+# torch really builds, with a compiler that never finishes.
 BUILDS = """
 import os, sys
 from torch.utils.cpp_extension import load
@@ -264,7 +270,7 @@ exec c++ "$@"
 
 @pytest.mark.processes
 def test_a_stopped_launch_takes_its_build_along(tmp_path: Path) -> None:
-    """Its compiler ends, which ninja has started in a group of its own, and no lock keeps the next run waiting."""
+    """ninja starts the compiler in its own process group. The compiler ends too, and no lock blocks the next run."""
     (tmp_path / "build.py").write_text(BUILDS)
     compiler, compiling, cache = tmp_path / "compiler", tmp_path / "compiling", tmp_path / "cache"
     compiler.write_text(COMPILER)
@@ -293,7 +299,7 @@ def test_a_stopped_launch_takes_its_build_along(tmp_path: Path) -> None:
 
 
 def waits_for(holds: Callable[[], object], seconds: float = 200) -> bool:
-    """Whether it came to hold within so long."""
+    """Return whether the condition becomes true in time."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""save_state and load_state among processes, and within a run."""
+"""save_state and load_state among processes and within a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from zero_plugin.errors import CheckpointError, LoopError
 
 @on_paths(*SEVERAL, daily=("ddp", "zero1", "zero3"))
 def test_back_in_the_same_run(path: str, folder: Path) -> None:
-    """What is loaded again in the run that saved it, from before its first step too, gives the same steps bitwise."""
+    """The run that saved a checkpoint can load it and repeats its steps bitwise, also from before its first step."""
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         accelerator.save_state(folder / "0")
@@ -49,7 +49,7 @@ def test_back_in_the_same_run(path: str, folder: Path) -> None:
         accelerator.save_state(folder / "2")
         second = [take_step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
         end = weights(accelerator, model)
-        accelerator.backward(loss_of(model, own_batch(9)))  # gradients that wait are dropped
+        accelerator.backward(loss_of(model, own_batch(9)))  # waiting gradients are dropped
         with listening() as messages:
             accelerator.load_state(folder / "2")
         assert not accelerator.is_main_process or any("the step has no effect" in message for message in messages)
@@ -66,7 +66,10 @@ def test_back_in_the_same_run(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_the_package_pickles_nothing(path: str, folder: Path) -> None:
-    """What it sends itself, from `Accelerator` to the end, are tensors and JSON: objects are the script's alone."""
+    """The package itself sends only tensors and JSON, from `Accelerator` to the end.
+
+    Only the script pickles objects.
+    """
     callers = []
 
     def noting(send: Any) -> Any:
@@ -109,7 +112,7 @@ def test_the_package_pickles_nothing(path: str, folder: Path) -> None:
 
 
 class _Averaging(torch.optim.Optimizer):
-    """Counts its steps under a name of its own and, on request, keeps gradients in lists of its own."""
+    """An optimizer that counts its steps under its own name and, on request, keeps gradients in its own lists."""
 
     def __init__(self, params: Any, lr: float = 0.1, *, lists: bool = False) -> None:
         super().__init__(params, {"lr": lr})
@@ -117,7 +120,7 @@ class _Averaging(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Plain descent along the mean of the last gradients."""
+        """Descend along the mean of the last gradients."""
         self.state["count"] = count = self.state.get("count", 0) + 1
         self.state["sum"] = self.state.get("sum", torch.zeros(())) + 1 / count
         for group in self.param_groups:
@@ -134,7 +137,10 @@ class _Averaging(torch.optim.Optimizer):
 
 @on_paths(*SEVERAL, daily=("ddp", "zero3", "zero3-cpu"))
 def test_states_of_an_optimizers_own(path: str, folder: Path) -> None:
-    """A count under a name is saved; so are lists of a parameter where it is stepped whole, else they are an error."""
+    """A named count is saved.
+
+    Lists of a parameter are saved if it is stepped unpartitioned; otherwise they are an error.
+    """
     for lists in (False, True):
         with running(path, deepspeed={"zero_allow_untested_optimizer": True}) as accelerator:
             net = make_net()
@@ -157,9 +163,9 @@ def test_states_of_an_optimizers_own(path: str, folder: Path) -> None:
 
 @on_paths("zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero3")
 def test_states_of_muon(path: str, folder: Path) -> None:
-    """DeepSpeed's Muon goes on after a resume as it would have, at another stage too: matrices, and the Adam within it.
+    """After a resume DeepSpeed's Muon continues unchanged, also at another stage: its matrices and its inner Adam.
 
-    No partition ends where a matrix does.
+    No partition ends at the end of a matrix.
     """
 
     def train(
@@ -190,7 +196,7 @@ def test_states_of_muon(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero0")
 def test_states_of_other_shapes(path: str, folder: Path) -> None:
-    """States that are smaller than their parameter, as Adafactor's sums of rows and columns, are saved and loaded."""
+    """States smaller than their parameter, such as Adafactor's row and column sums, are saved and loaded."""
     ends = []
     for again in (False, True):
         with running(path) as accelerator:
@@ -208,7 +214,7 @@ def test_states_of_other_shapes(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero1", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero1", "zero3"))
 def test_a_new_layer(path: str, folder: Path) -> None:
-    """A layer that the checkpoint lacks; where it is stepped with others, it has their count, and that is told."""
+    """A layer missing from the checkpoint gets the step count of the layers it is stepped with, which is logged."""
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -228,7 +234,7 @@ def test_a_new_layer(path: str, folder: Path) -> None:
 
 @on_paths("zero3", "zero3-cpu")
 def test_a_forward_after_the_end(path: str, folder: Path) -> None:
-    """Of a model that stays partitioned it is an error that says so; a new preparation of the model makes it run."""
+    """For a model that stays partitioned, it raises an error that says so. Preparing the model again makes it run."""
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -243,7 +249,7 @@ def test_a_forward_after_the_end(path: str, folder: Path) -> None:
 
 @on_paths("zero3")
 def test_failure_on_one_is_everyones(path: str, folder: Path) -> None:
-    """Where one process cannot write, all raise with its reason, nothing is left, and the training goes on."""
+    """If one process cannot write, all raise with its reason. No file remains, and training continues."""
     with running(path) as accelerator, pytest.MonkeyPatch.context() as patch:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -271,7 +277,7 @@ def test_failure_on_one_is_everyones(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero2")
 def test_goes_on_within_a_shuffled_epoch(path: str, folder: Path) -> None:
-    """The processes' parts of the interrupted epoch, and of the next one, are those of the run that was not."""
+    """The processes' parts of the interrupted epoch and of the next one equal those of an uninterrupted run."""
     data = TensorDataset(torch.arange(46.0).unsqueeze(1).expand(46, 8).contiguous(), torch.zeros(46, 4))
 
     def run(interrupted: bool) -> list[float]:
@@ -301,7 +307,10 @@ def test_goes_on_within_a_shuffled_epoch(path: str, folder: Path) -> None:
 
 @on_paths("zero0", "zero2", "zero3", daily=("zero0", "zero3"))
 def test_precisions_convert(path: str, folder: Path) -> None:
-    """From 16-bit weights with masters, 32 bits go on at the masters' precision; back, 16 bits are rounded from it."""
+    """From 16-bit weights, fp32 loads the fp32 master weights.
+
+    In the other direction, 16-bit weights are rounded from fp32.
+    """
     with running(path, mixed_precision="bf16") as accelerator:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -327,10 +336,10 @@ def test_precisions_convert(path: str, folder: Path) -> None:
 
 
 class Saved(nn.Sequential):
-    """A net with the method by which libraries write their models."""
+    """A net with the method that libraries use to write their models."""
 
     def save_pretrained(self, folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Its own weights, unless others are given."""
+        """Write the net's own weights, or the given ones."""
         torch.save(self.state_dict() if state_dict is None else state_dict, Path(folder) / "own.bin")
 
 
@@ -340,9 +349,9 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_hooks_take_the_weights_over(path: str, folder: Path) -> None:
-    """As diffusers' scripts write it: the main process stores the user's module itself, and each one loads it again.
+    """Hooks work as in diffusers' scripts: the main process stores the user's module itself, and each process loads it.
 
-    `state_dict`, `save_pretrained` and `load_state_dict` of what a hook gets work, and only there at stage 3; the
+    `state_dict`, `save_pretrained` and `load_state_dict` work on a hook's argument, and only there at stage 3. The
     first has only names and shapes before loading.
     """
     with running(path) as accelerator:
@@ -384,7 +393,7 @@ def test_hooks_take_the_weights_over(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero0", "zero2", "zero3", daily=("ddp", "zero0", "zero3"))
 def test_names_without_a_prefix(path: str, folder: Path) -> None:
-    """`state_dict` of a prepared model has the user's names, and `load_state_dict` takes them, or a wrapper's."""
+    """`state_dict` of a prepared model has the user's names. `load_state_dict` takes these or a wrapper's names."""
     with running(path) as accelerator:
         model, optimizer = prepare_net(accelerator)
         take_step(accelerator, model, optimizer, own_batch(0))
@@ -405,7 +414,7 @@ def test_names_without_a_prefix(path: str, folder: Path) -> None:
 
 @on_paths("zero2", "zero3")
 def test_several_models(path: str, folder: Path) -> None:
-    """Every model is stored and read, also one that is not trained, each with its own optimizer."""
+    """Every model is stored and read, untrained ones too, each with its own optimizer."""
     with running(path) as accelerator:
         nets = [make_net() for _ in range(3)]
         adamw = torch.optim.AdamW(nets[0].parameters(), lr=1e-2)
@@ -432,7 +441,7 @@ def test_several_models(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_buffers_are_the_first_ones(path: str, folder: Path) -> None:
-    """Where running statistics differ between processes, whatever is saved has process 0's, and loading gives those."""
+    """If running statistics differ between processes, every save has process 0's, and loading gives those to all."""
     with running(path) as accelerator:
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -453,7 +462,10 @@ def test_buffers_are_the_first_ones(path: str, folder: Path) -> None:
 
 @on_paths("ddp")
 def test_a_machine_that_came_back(path: str, folder: Path) -> None:
-    """Its launcher knows of no run before: the other one's does, for both, and then it does too."""
+    """The restarted launcher knows of no earlier run.
+
+    The other launcher does, for both, and then the restarted one does too.
+    """
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     with pytest.MonkeyPatch.context() as patch:
         for attempt, launches in enumerate([("one", "other"), ("new", "other"), ("new", "newer")]):
@@ -471,7 +483,7 @@ def test_a_machine_that_came_back(path: str, folder: Path) -> None:
 
 
 class WithoutElements(nn.Module):
-    """Its only parameter has none."""
+    """A model whose only parameter has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,15 +494,15 @@ class WithoutElements(nn.Module):
 
 
 def with_elements(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, but for those of no elements, of which stage 3's optimizer has no states."""
+    """Return a file's tensors that have elements. Stage 3's optimizer has no states for the others."""
     return {name: tensor for name, tensor in load_file(file).items() if tensor.numel()}
 
 
 @in_processes(2)
 def test_odd_partitions(folder: Path) -> None:
-    """However a stage cuts and orders its partitions, the files hold what DDP's hold, and are read back into them."""
+    """However a stage cuts and orders its partitions, the files equal DDP's and load back into the partitions."""
     sections: dict[str, dict[str, Any]] = {
-        "gathered": {"stage": 3},  # every parameter is below the threshold, and stays whole between steps
+        "gathered": {"stage": 3},  # every parameter is below the threshold and stays unpartitioned between steps
         "sub-groups": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 40},
         "round-robin": {"stage": 2, "round_robin_gradients": True},
     }
@@ -519,7 +531,7 @@ def test_odd_partitions(folder: Path) -> None:
 
 @in_processes(2)
 def test_nvme_and_elsewhere(folder: Path) -> None:
-    """What lies on NVMe is saved from there and read to there: it goes on there, in memory and under DDP alike."""
+    """State on NVMe is saved from NVMe and loaded to NVMe. Training resumes there, in memory and under DDP alike."""
     places = {
         "nvme": ("zero3", zero3(folder / "swap", optimizer="nvme", param="nvme")),
         "nvme-optimizer": ("zero3", zero3(folder / "swap", optimizer="nvme", param="cpu")),
@@ -548,7 +560,7 @@ def test_nvme_and_elsewhere(folder: Path) -> None:
                 net = wide_net()
                 nn.init.zeros_(net[2].weight)
                 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-4))
-                take_step(accelerator, model, optimizer, own_batch(7))  # states that are replaced
+                take_step(accelerator, model, optimizer, own_batch(7))  # replaced states
                 assert accelerator.load_state(folder / source, verify=True).not_restored == []
                 losses = [take_step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
                 tolerance = 1e-5 if precision == "no" else 1e-2

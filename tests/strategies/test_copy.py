@@ -1,4 +1,4 @@
-"""What scripts do with the model itself: copy it, look at its signature, put back what was on it."""
+"""Scripts copy the model itself, read its signature, and restore attributes that they put on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_plugin.errors import LoopError
 
 
 class Scaled(nn.Module):
-    """A forward with a name of its own for each input."""
+    """A forward with its own names for the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class Scaled(nn.Module):
         return out if position_ids is None else out + position_ids.sum()
 
 
-# At stage 3 there is nothing whole to copy.
+# A model at stage 3 has nothing unpartitioned to copy.
 @on_paths(*without(LOOP, "zero3"), daily=("single", "zero0", "zero2"))
 def test_a_copy_has_its_own_weights(path: str) -> None:
-    """An average of weights (EMA), a target network: a deep copy of the unwrapped model computes with its own."""
+    """A deep copy of the unwrapped model, as for EMA or a target network, computes with its own weights."""
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision) as accelerator:
             net = Scaled()
@@ -52,7 +52,7 @@ def test_a_copy_has_its_own_weights(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_the_signature_stays(path: str) -> None:
-    """transformers reads which inputs a model takes, and leaves out the others."""
+    """transformers reads which inputs a model takes and leaves out the others."""
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision) as accelerator:
             net = Scaled()
@@ -63,7 +63,7 @@ def test_the_signature_stays(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_forward_of_the_script_s_own(path: str) -> None:
-    """What a script put on its object runs, under autocast too, and is there again at the end."""
+    """A forward that the script set on its object runs, under autocast too, and is restored at the end."""
 
     def seven(inputs: Tensor) -> Tensor:
         return inputs.new_full((2,), 7.0)
@@ -87,7 +87,7 @@ def test_a_forward_of_the_script_s_own(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_whole_model_is_pickled(path: str) -> None:
-    """`torch.save(model)` beside autocast: what comes back computes as the class does."""
+    """`torch.save(model)` works with autocast: the loaded model computes like its class."""
     with running(path, mixed_precision="bf16") as accelerator:
         net = accelerator.prepare(make_net().requires_grad_(False))
         file = io.BytesIO()
@@ -100,7 +100,7 @@ def test_a_whole_model_is_pickled(path: str) -> None:
 
 @on_paths("ddp")
 def test_a_prepared_model_is_not_pickled(path: str) -> None:
-    """Under DDP that is an error that says what to pickle; a deep copy of it stays possible."""
+    """Under DDP, pickling raises an error that says what to pickle. A deep copy of the model still works."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -120,7 +120,10 @@ def test_a_prepared_model_is_not_pickled(path: str) -> None:
 
 @on_paths("zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_an_average_of_weights(path: str) -> None:
-    """torch's `AveragedModel` is built before `prepare` and updated inside `whole_weights`; else an error says so."""
+    """torch's `AveragedModel` works if built before `prepare` and updated inside `whole_weights`.
+
+    Otherwise an error says so.
+    """
     with running(path) as accelerator:
         net = make_net()
         average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))

@@ -1,4 +1,4 @@
-"""Layers and buffers without elements (an optional head that is switched off) train, and are saved and loaded."""
+"""Layers and buffers without elements, such as an optional head that is off, are trained, saved and loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMPTY = {"off.weight": (0, 8), "history": (0, 3)}
 
 
 class Optional(nn.Module):
-    """A head without outputs, and a buffer without rows: [batch, 8] → [batch, 4]."""
+    """A head without outputs and a buffer without rows: [batch, 8] → [batch, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,10 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 @on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_train_and_are_saved(path: str, folder: Path) -> None:
-    """As in plain torch; `save_model` writes them with their shapes, in every dtype and in shards, and reads them."""
+    """They train as in plain torch.
+
+    `save_model` writes and reads them with their shapes, in every dtype and in shards.
+    """
     with running(path) as accelerator:
         net = Optional()
         model, optimizer = accelerator.prepare(net, _adamw(net))
@@ -76,7 +79,7 @@ def test_train_and_are_saved(path: str, folder: Path) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero1-cpu"))
 def test_resume_elsewhere(path: str, folder: Path) -> None:
-    """A checkpoint goes on under DDP and at stage 3, saved at the end of a step or in the background."""
+    """Runs under DDP and at stage 3 resume from a checkpoint, saved at the end of a step or in the background."""
     with running(path) as accelerator:
         net = Optional()
         model, optimizer = accelerator.prepare(net, _adamw(net))

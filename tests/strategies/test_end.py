@@ -1,4 +1,4 @@
-"""How runs end: with exit code 0, at once after an error, and without a file left on the NVMe."""
+"""Ends of runs: exit code 0, immediately after an error, and without a file left on the NVMe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def torchrun(run_launcher: Callable[..., subprocess.CompletedProcess[str]], forked_alone: dict[str, str]) -> Torchrun:
-    """`torchrun job.py …` with two processes, to its end."""
+    """Run `torchrun job.py …` with two processes to its end."""
     return lambda *arguments: run_launcher(
         [*TORCHRUN, JOB, *arguments], seconds=200, env={**ENVIRONMENT, **forked_alone}
     )
@@ -37,7 +37,7 @@ def assert_clean(torchrun: Torchrun, path: str, how: str, nvme: Path) -> None:
 
 
 def test_a_run_ends_with_0(torchrun: Torchrun, tmp_path: Path) -> None:
-    """Without end_training(), with all still referenced: exit code 0, and no file is left on the NVMe."""
+    """Without end_training(), with all objects still referenced, the exit code is 0 and no NVMe file is left."""
     assert_clean(torchrun, "nvme", "keep", tmp_path)
 
 
@@ -46,7 +46,7 @@ def test_a_run_ends_with_0(torchrun: Torchrun, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["ddp", "zero2", "zero3", "nvme"])
 @pytest.mark.parametrize("how", ["end", "fall", "exit", "keep"])
 def test_runs_always_end_with_0(torchrun: Torchrun, path: str, how: str, tmp_path: Path) -> None:
-    """Over all paths and ways to end, 64 runs: a gloo process that still holds its group aborts once in three times."""
+    """Over all paths and endings, 64 runs: a gloo process that still holds its group aborts once in three times."""
     for _ in range(4):
         assert_clean(torchrun, path, how, tmp_path)
 
@@ -78,7 +78,10 @@ del model, optimizer, accelerator
 def test_the_group_ends_after_all_that_holds_it(
     run_launcher: Callable[..., subprocess.CompletedProcess[str]], forked_alone: dict[str, str], tmp_path: Path
 ) -> None:
-    """A gloo group that somebody still holds aborts its process at exit, now and then: DDP goes first, cycles too."""
+    """A gloo group that is still referenced sometimes aborts its process at exit.
+
+    DDP is freed first, cycles included.
+    """
     (tmp_path / "script.py").write_text(TELLS_OF_ITS_END)
     environment = {**ENVIRONMENT, **forked_alone}
     run = run_launcher([*TORCHRUN, "--tee", "3", tmp_path / "script.py"], seconds=200, env=environment)
@@ -92,7 +95,7 @@ def test_the_group_ends_after_all_that_holds_it(
 
 @pytest.mark.parametrize("path", ["ddp", pytest.param("nvme", marks=pytest.mark.campaign)])
 def test_an_error_on_one_process_ends_both(torchrun: Torchrun, path: str, tmp_path: Path) -> None:
-    """The other process sits in a collective; the run ends, shows that error, and leaves no file."""
+    """The other process waits in a collective. The run ends, shows that error and leaves no file."""
     run = torchrun(path, "raise", *([tmp_path] if path == "nvme" else []))
     assert run.returncode != 0
     assert run.stderr.count("RuntimeError: the script's own error") == 1
@@ -150,9 +153,9 @@ def test_an_exception_at_the_end_is_a_failure(
     forked_alone: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Of any kind, at the exit of a script that did not call end_training(): Python by itself would exit with 0.
+    """Any exception counts, at the exit of a script that did not call end_training(). Python alone would exit with 0.
 
-    A tracker fails on process 0 alone, whose peer still ends as it would have.
+    A tracker fails on process 0 only. The other process ends normally.
     """
     (tmp_path / "script.py").write_text(FAILS_AT_ITS_END)
     launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--num_processes", "2", "--tee", "3"]
@@ -182,13 +185,13 @@ def start_job(start_program: Callable[..., subprocess.Popen[str]]) -> Callable[[
 
 
 def runs_in(nvme: Path) -> set[str]:
-    """Process ids of the runs that have a folder."""
+    """Return the process ids of the runs that have a folder."""
     return {folder.name.split("-")[2] for folder in nvme.iterdir()}
 
 
 @pytest.mark.campaign
 def test_jobs_share_no_nvme_file(start_job: Callable[[Path], subprocess.Popen[str]], tmp_path: Path) -> None:
-    """Jobs with one `nvme_path` have folders of their own; a killed one's is removed by the next job."""
+    """Jobs with one `nvme_path` have their own folders. The next job removes a killed job's folder."""
     (tmp_path / "the users own").mkdir()
     first = start_job(tmp_path / "swap")
     second = start_job(tmp_path / "swap")

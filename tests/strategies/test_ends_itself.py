@@ -1,4 +1,4 @@
-"""What a script ends by itself before the package: exit code 0 if nothing was lost, else an error that names it."""
+"""Things that a script ends before the package does: exit code 0, or an error that names what is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "ends_itself.py"
 Run = Callable[[str, str], list[str]]
 PATHS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3-gathered", "zero3-cpu", "nvme")
 DAILY = {("group", "zero2"), ("group", "zero3"), ("group", "nvme")}
-# What a script does, and on which path it is tried daily.
+# The script's variants, each with the path on which it is tried daily.
 WELL = {
     "group": "zero1",
     "group, all dropped": "zero3",
@@ -33,7 +33,7 @@ WELL = {
 
 @pytest.fixture
 def run(run_processes: Callable[..., list[str]], tmp_path: Path) -> Run:
-    """Run the script as two processes; their output, or an AssertionError with it if one has failed."""
+    """Run the script as two processes and return their output. Raise AssertionError with the output if one failed."""
     return lambda path, how: run_processes(SCRIPT, 2, path, how, tmp_path / "project")
 
 
@@ -48,7 +48,7 @@ def ways() -> Iterator[object]:
 
 @pytest.mark.parametrize(("path", "how"), list(ways()))
 def test_a_complete_run_ends_with_0(path: str, how: str, run: Run, tmp_path: Path) -> None:
-    """Without an error or a traceback; a save in the background is complete, and no file is left on the NVMe."""
+    """No error or traceback is shown, a background save is complete, and no file is left on the NVMe."""
     outputs = run(path, how)
     for output in outputs:
         assert "trained" in output
@@ -82,7 +82,7 @@ def test_one_process_ends_with_0(path: str, run_processes: Callable[..., list[st
     ],
 )
 def test_what_is_lost_is_named(path: str, how: str, said: str, run: Run) -> None:
-    """A failed save, a call that needs the group, the values of one process, a group that others still train with."""
+    """The error names a failed save, a call that needs the group, values of one process, or others' training."""
     with pytest.raises(AssertionError, match="trained") as failed:
         run(path, how)
     assert said in str(failed.value)
@@ -111,7 +111,7 @@ def test_with_a_launcher(
     forked_alone: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Its report has no failure."""
+    """The launcher's report has no failure."""
     start = {
         "launch": ["zero_plugin", "launch", "--cpu", "--num_processes", "2", "--prefer", "code"],
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],

@@ -1,4 +1,4 @@
-"""Which modules are taken for mixture-of-experts layers, and what a backward through one reaches."""
+"""The modules taken for mixture-of-experts layers, and the experts that a backward reaches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Twelve layers and a head of twelve classes: alike in its shapes."""
+    """Twelve layers and a head of twelve classes, so its shapes look like those of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Deep(nn.Module):
 
 
 def switch() -> nn.Module:
-    """Experts in a dictionary, and the router a level down."""
+    """Put the experts in a dictionary and the router one level down."""
     layer = nn.Module()
     layer.router = nn.Sequential(nn.Linear(8, 3))
     layer.experts = nn.ModuleDict({f"expert_{i}": nn.Linear(8, 8) for i in range(3)})
@@ -47,27 +47,30 @@ def switch() -> nn.Module:
         (Layer("wg", "experts"), True),
         (Layer("router", "mlps"), True),
         (switch(), True),
-        (Layer("mix", "parts"), False),  # nothing is named so
-        (Layer("gate", "experts", outputs=5), False),  # not one output for each
+        (Layer("mix", "parts"), False),  # no module has this name
+        (Layer("gate", "experts", outputs=5), False),  # the router's outputs are not one per expert
         (Deep(), False),
         (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), False),
     ],
 )
 def test_layers_are_told_by_structure_and_names(layer: nn.Module, found: bool) -> None:
-    """Both have to speak for it: a stack of layers with as many classes is none."""
+    """Structure and names must both match: a stack of layers with equally many classes does not."""
     model = nn.Sequential(nn.Linear(8, 8), layer)
     assert list(find_expert_layers(model, ())) == ([layer] if found else [])
 
 
 def test_a_named_class_counts() -> None:
-    """The configuration's names are added to what is found."""
+    """The configuration's names are added to the detected layers."""
     model = nn.Sequential(Layer("mix", "parts"), Layer())
     assert list(find_expert_layers(model, ["Layer"])) == list(model)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_every_expert_gets_a_gradient(by_name: bool) -> None:
-    """Experts that were not called get zeros, frozen ones nothing, and the others what they got without it."""
+    """Experts that were not called get zeros, frozen ones nothing.
+
+    The others get the same gradients as without the call.
+    """
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(3, 8)
     layer(x).sum().backward()

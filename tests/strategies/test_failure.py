@@ -1,4 +1,4 @@
-"""Backwards that fail, or reach a part of the model: what is there afterwards, and who says so."""
+"""Backwards that fail or reach a part of the model: the state afterwards, and the errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Fails(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """Its last layer has got its gradients when the backward fails."""
+    """A model whose last layer already has its gradients when the backward fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _plain(windows: list[list[int]]) -> dict[str, Tensor]:
 
 @on_paths(*ALL, daily=("ddp", "zero1", "zero2"))
 def test_a_failed_backward_is_dropped(path: str) -> None:
-    """Out of memory, `zero_grad()`, another batch: it trains as if the failed one had never been, before and after."""
+    """After out of memory, `zero_grad()` and another batch, training continues as though no backward had failed."""
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision) as accelerator:
             model = Fragile()
@@ -90,7 +90,7 @@ def test_a_failed_backward_is_dropped(path: str) -> None:
 
 @on_paths(*ALL, daily=("ddp", "zero0", "zero2"))
 def test_a_failed_backward_of_large_layers(path: str) -> None:
-    """What of it is still being summed when it fails does not reach the next gradients."""
+    """Unfinished sums of the failed backward do not reach the next gradients."""
 
     def build() -> nn.Sequential:
         torch.manual_seed(3)
@@ -154,7 +154,7 @@ def test_a_failed_backward_ends_its_window(path: str) -> None:
 
 @on_paths(*ALL, daily=("ddp", "zero1", "zero2"))
 def test_a_failed_backward_is_not_applied(path: str) -> None:
-    """Without `zero_grad()` a part of its gradients is there: neither a step nor another backward goes on with them."""
+    """Without `zero_grad()` some of its gradients remain. Both a step and another backward are refused."""
     with running(path) as accelerator:
         model = Fragile()
         model, optimizer = accelerator.prepare(model, _sgd(model))
@@ -172,7 +172,7 @@ def test_a_failed_backward_is_not_applied(path: str) -> None:
 
 
 class _Kept(torch.autograd.Function):
-    """The identity, whose node in the graph has an attribute of its own."""
+    """The identity, whose node in the graph has its own attribute."""
 
     kept: weakref.ref[nn.Module]
 
@@ -189,7 +189,7 @@ class _Kept(torch.autograd.Function):
 
 @on_paths(*ALL, daily=("ddp", "zero1", "zero2"))
 def test_a_failed_backward_keeps_nothing(path: str) -> None:
-    """Its graph is freed with the loss; that of a backward of the script's own once its gradients are dropped."""
+    """Its graph is freed with the loss. The graph of a direct backward is freed when its gradients are dropped."""
     for by_script in (False, True):
         with running(path) as accelerator:
             model = Fragile()
@@ -198,7 +198,7 @@ def test_a_failed_backward_keeps_nothing(path: str) -> None:
             def fail(accelerator: Any = accelerator, model: Any = model, by_script: bool = by_script) -> None:
                 x, _ = own_batch(0)
                 first = _Kept.apply(model(x)).square().mean()  # type: ignore[no-untyped-call]
-                loss = first + model(x).square().mean()  # whose part is differentiated first
+                loss = first + model(x).square().mean()  # its part is differentiated first
                 if by_script:
                     loss.backward()
                 else:
@@ -216,7 +216,7 @@ def test_a_failed_backward_keeps_nothing(path: str) -> None:
 
 
 class Branches(nn.Module):
-    """Its right layer may sit out."""
+    """A model whose right layer may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Branches(nn.Module):
 
 @on_paths("ddp")
 def test_a_parameter_that_sits_out(path: str) -> None:
-    """DDP never finishes reducing then: the backward says which it is and what to write, and nothing is applied."""
+    """DDP then never finishes reducing. The backward names the parameter and the fix, and no gradient is applied."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
         net = Branches()
         model, optimizer = accelerator.prepare(net, _sgd(net))
@@ -238,7 +238,7 @@ def test_a_parameter_that_sits_out(path: str) -> None:
             x, y = own_batch(step)
             accelerator.backward((model(x, both) - y).square().mean())
 
-        for step in range(2):  # in a window's first micro-batch nothing is reduced, so anything may sit out
+        for step in range(2):  # in a window's first micro-batch nothing is reduced, so any parameter may be unused
             backward(step, step == 1)
             optimizer.step()
             optimizer.zero_grad()
@@ -258,7 +258,7 @@ def test_a_parameter_that_sits_out(path: str) -> None:
 
 @on_paths(*without(ALL, "ddp"), daily=("single", "zero0", "zero2", "zero2-cpu", "zero1-cpu"))
 def test_dropped_gradients_of_what_sits_out(path: str) -> None:
-    """A layer that took part in the dropped backward only stays as it is, also where the norm was measured before."""
+    """A layer that only the dropped backward used does not change, also if the norm was measured before."""
     for steps in (1, 2):
         with running(path, gradient_accumulation_steps=steps) as accelerator:
             net = Branches()

@@ -1,4 +1,4 @@
-"""An `Accelerator` that the script drops is freed with its models, and the end of its run is due all the same."""
+"""A dropped `Accelerator` is freed with its models. The end of its run is still due."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def _train(accelerator: Accelerator, steps: int) -> dict[str, Any]:
 
 
 def _collect() -> None:
-    gc.collect()  # what only the Accelerator's own end lets go of
+    gc.collect()  # only the Accelerator's own end releases these
     gc.collect()
 
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_dropped_accelerator_is_freed(path: str) -> None:
-    """Also where another one trains meanwhile; its model trains on, and the states show that one.
+    """This holds also while another one trains. Its model still trains, and the states show the other one.
 
-    So is a second that is dropped beside it, as in a search that keeps its best model.
+    A second one dropped with it is freed too, as in a search that keeps its best model.
     """
     with running(path) as second:
         net = make_net()
@@ -61,8 +61,8 @@ def test_a_dropped_accelerator_is_freed(path: str) -> None:
 
 @on_paths("zero2")
 def test_a_save_in_the_background_is_completed(folder: Path) -> None:
-    """By a run whose `Accelerator` is gone: its memory is given back, and the end of the run waits for the files."""
-    with running("zero2") as last:  # the group lives on
+    """If the run's `Accelerator` is gone, its memory is freed, and the end of the run waits for the files."""
+    with running("zero2") as last:  # the group is still there
         accelerator = start("zero2")
         run = accelerator._run
         found = _train(accelerator, 1)

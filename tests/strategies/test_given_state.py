@@ -1,4 +1,7 @@
-"""An optimizer that was given a state before `prepare` trains on from it, as in plain torch; what may read it after."""
+"""An optimizer that got a state before `prepare` continues from it as in plain torch.
+
+Which code reads the state later.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
 
 
 def two_groups(net: nn.Module) -> list[dict[str, Any]]:
-    """The biases in the second."""
+    """Build two groups, the second with the biases."""
     return [
         {"params": [p for p in net.parameters() if p.ndim > 1]},
         {"params": [p for p in net.parameters() if p.ndim == 1]},
@@ -58,7 +61,7 @@ def two_groups(net: nn.Module) -> list[dict[str, Any]]:
 
 
 def trained(net: nn.Module, optimizer: Optimizer, steps: range, schedule: Any = None) -> None:
-    """Steps of plain torch on the batches of all processes."""
+    """Train with plain torch on the batches of all processes."""
     for step in steps:
         take_plain_steps(net, optimizer, [step])
         if schedule is not None:
@@ -66,12 +69,12 @@ def trained(net: nn.Module, optimizer: Optimizer, steps: range, schedule: Any = 
 
 
 def step_of(accelerator: Any, model: Any, optimizer: Any, step: int) -> None:
-    """One step on this process' part."""
+    """Train one step on this process's part."""
     take_steps(accelerator, model, optimizer, [step])
 
 
 def state_after(make: Callable[[], nn.Module], build: Callable[[nn.Module], Optimizer]) -> dict[str, Any]:
-    """An optimizer's state after three steps; its groups have another rate by then."""
+    """Return an optimizer's state after three steps. By then its groups have another rate."""
     net = make()
     optimizer = build(net)
     trained(net, optimizer, range(3))
@@ -81,7 +84,7 @@ def state_after(make: Callable[[], nn.Module], build: Callable[[nn.Module], Opti
 
 
 def given(net: nn.Module, build: Callable[[nn.Module], Optimizer], state: dict[str, Any]) -> Optimizer:
-    """A new optimizer that goes on from a state."""
+    """Build a new optimizer that continues from a state."""
     optimizer = build(net)
     optimizer.load_state_dict(copy.deepcopy(state))
     return optimizer
@@ -95,7 +98,7 @@ def expect_as_torch(
     tolerance: float = 1e-5,
     **how: Any,
 ) -> None:
-    """Three steps from the state are those of plain torch."""
+    """Check that three steps from the state equal plain torch's."""
     state = state_after(make, build)
     plain = make()
     trained(plain, given(plain, build, state), range(3, 6))
@@ -109,13 +112,13 @@ def expect_as_torch(
 
 @on_paths(*without(ALL, "zero2", "zero2-cpu"), daily=("single", "zero0", "zero3"))
 def test_some_kinds(path: str) -> None:
-    """Moments, step counts and the groups' settings."""
+    """Moments, step counts and the groups' settings are kept."""
     _expect_kinds(path, ("AdamW", "momentum", "Adagrad"))
 
 
 @on_paths("zero2", "zero2-cpu", daily="zero2-cpu")
 def test_every_kind(path: str) -> None:
-    """The same of each elementwise optimizer, also where DeepSpeed's kernels take its place."""
+    """The same holds for each elementwise optimizer, also if DeepSpeed's kernels replace it."""
     _expect_kinds(path, KINDS)
 
 
@@ -130,7 +133,7 @@ def _expect_kinds(path: str, labels: Iterable[str]) -> None:
 
 @on_paths("zero0", "zero2", "zero3", daily=("zero0", "zero3"))
 def test_sixteen_bits(path: str) -> None:
-    """The states stay in 32 bits; they are those of the fp32 masters."""
+    """The states stay in 32 bits. They belong to the fp32 master weights."""
 
     def build(net: nn.Module) -> Optimizer:
         return torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -140,7 +143,7 @@ def test_sixteen_bits(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_the_schedule_too(path: str) -> None:
-    """A schedule that was given its state goes on inside its curve."""
+    """A schedule that got its state continues inside its curve."""
 
     def build(net: nn.Module) -> tuple[Optimizer, Any]:
         adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -174,7 +177,10 @@ def test_the_schedule_too(path: str) -> None:
 
 @in_processes(2)
 def test_partitioned_at_birth(folder: Path) -> None:
-    """A model that init_model has partitioned takes whole states; Adagrad's of before its first step are its own."""
+    """A model that init_model partitioned takes unpartitioned states.
+
+    Adagrad's states from before its first step are its own.
+    """
     for kind in (torch.optim.AdamW, torch.optim.Adagrad):
         for steps in (0, 3):
             source = make_net()
@@ -197,7 +203,7 @@ def test_partitioned_at_birth(folder: Path) -> None:
 
 @in_processes(2)
 def test_on_nvme(folder: Path) -> None:
-    """What lies on NVMe is written there."""
+    """States for NVMe are written there."""
     for param in ("cpu", "nvme"):
         section = zero3(folder / "swap", optimizer="nvme", param=param)
         (folder / "swap").mkdir(exist_ok=True)
@@ -211,7 +217,7 @@ def test_on_nvme(folder: Path) -> None:
 
 @on_paths("zero2", "zero3")
 def test_what_does_not_fit(path: str) -> None:
-    """States that one flat buffer cannot have are an error before anything is partitioned, which names parameters."""
+    """States that one flat buffer cannot hold raise an error that names parameters, before anything is partitioned."""
 
     def refused(change: Callable[[dict[int, Any]], Any], *words: str, groups: bool = False) -> None:
         def build(net: nn.Module) -> Optimizer:
@@ -232,13 +238,13 @@ def test_what_does_not_fit(path: str) -> None:
     refused(lambda states: states[1].pop("exp_avg"), "0.bias", "exp_avg")
     refused(lambda states: states[0].update(exp_avg=torch.zeros(3)), "0.weight", "exp_avg", "[3]")
     refused(lambda states: states[0].update(history=[1, 2]), "0.weight", "history", "list")
-    # The biases are in a group of their own.
+    # The biases are in their own group.
     refused(lambda states: [states[i].update(step=torch.tensor(9.0)) for i in (2, 3)], groups=True)
 
 
 @on_paths("ddp", "zero2")
 def test_states_on_some_ranks(path: str) -> None:
-    """A state that one process alone has loaded is an error on all of them."""
+    """A state that only one process loaded is an error on all of them."""
 
     def build(net: nn.Module) -> Optimizer:
         return torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -253,7 +259,7 @@ def test_states_on_some_ranks(path: str) -> None:
 
 @on_paths("ddp", "zero2")
 def test_sixteen_bit_weights(path: str) -> None:
-    """A model that comes in 16 bits with an optimizer's state trains on in fp32, states and all."""
+    """A 16-bit model with an optimizer's state trains in fp32, states included."""
 
     def make() -> nn.Module:
         return make_net().bfloat16()
@@ -291,7 +297,10 @@ def test_sixteen_bit_weights(path: str) -> None:
     daily=("ddp", "zero3", "zero2-cpu", "zero2-cpu-one-process", "zero3-one-process"),
 )
 def test_what_a_prepared_one_says(path: str) -> None:
-    """Its own state is whole, or an error that says where to go: no process' part is taken for all of it."""
+    """The prepared optimizer's state is complete, or an error names the alternative.
+
+    Never does it return one partition as all.
+    """
     with running(path) as accelerator:
         net = make_net()
         first = net[0].weight
@@ -327,7 +336,7 @@ def test_what_a_prepared_one_says(path: str) -> None:
 
 @on_paths("zero2", "zero3")
 def test_the_engines_own_checkpoint(path: str, folder: Path) -> None:
-    """`save_checkpoint` of a prepared model goes on from where it was, or is an error that names save_state."""
+    """`save_checkpoint` of a prepared model allows resuming, or raises an error that names save_state."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -346,7 +355,7 @@ def test_the_engines_own_checkpoint(path: str, folder: Path) -> None:
 
 @in_processes(1)
 def test_what_lies_on_nvme(folder: Path) -> None:
-    """One process has all of it, but not in memory."""
+    """One process has all of the state, but not in memory."""
     (folder / "swap").mkdir()
     with running("zero3", deepspeed=zero3(folder / "swap", optimizer="nvme", param="cpu")) as accelerator:
         net = wide_net()

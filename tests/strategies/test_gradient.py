@@ -1,4 +1,4 @@
-"""Gradients between backward and step: whose they are, where they are averaged, what may be done to them."""
+"""Gradients between backward and step: whose they are, where they are averaged, and what a script may do to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
 
 
 def _trained_plainly(*batches: list[int], values: float | None = None) -> dict[str, Tensor]:
-    """Weights after a step for each list of batches, averaged over it; gradients clamped to ±`values`."""
+    """Return the weights after a step for each list of batches, averaged over it; gradients clamped to ±`values`."""
     model, sgd = net_and_sgd()
     for window in batches:
         for i in window:
@@ -58,7 +58,7 @@ def _trained_plainly(*batches: list[int], values: float | None = None) -> dict[s
 
 
 def _agree(model: nn.Module) -> bool:
-    """Whether the processes have the same gradients."""
+    """Return whether the processes have the same gradients."""
     own = [p.grad.tolist() for p in model.parameters() if p.grad is not None]
     assert own
     pairs = [pair for other in gather_object([own]) for pair in zip(own, other, strict=True)]
@@ -67,7 +67,10 @@ def _agree(model: nn.Module) -> bool:
 
 @on_paths("single", "ddp")
 def test_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
-    """As in plain torch, until `zero_grad`; a loop that never calls it trains the same, for nothing adds to them."""
+    """Gradients remain until `zero_grad`, as in plain torch.
+
+    A loop that never calls it trains the same: nothing adds up.
+    """
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = list(accelerator.unwrap_model(model).parameters())
@@ -86,7 +89,10 @@ def test_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_gradients_that_are_kept_over_zero_grad(path: str) -> None:
-    """As PCGrad and GradNorm keep one task's gradients while the next task's are made: no later step writes to them."""
+    """PCGrad and GradNorm keep one task's gradients while they compute the next task's.
+
+    No later step writes to them.
+    """
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = list(accelerator.unwrap_model(model).parameters())
@@ -112,7 +118,7 @@ def test_gradients_that_are_kept_over_zero_grad(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_gradients_from_before_prepare(path: str) -> None:
-    """They would be stepped with: seen at the next backward and in the step; `zero_grad` drops them."""
+    """They would enter the step: an error at the next backward and in the step. `zero_grad` drops them."""
     with running(path) as accelerator:
         net = make_net()
         net[2].weight.square().sum().backward()
@@ -127,7 +133,7 @@ def test_gradients_from_before_prepare(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_direct_backward_of_some_parameters(path: str) -> None:
-    """Before a window's backwards, between and after them, it fails at once; `zero_grad` drops what it left."""
+    """It fails immediately before, between and after a window's backwards. `zero_grad` drops its gradients."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = accelerator.unwrap_model(model)
@@ -165,7 +171,7 @@ def test_a_direct_backward_of_some_parameters(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_backward_that_reaches_no_trained_parameter(path: str) -> None:
-    """The gradients of inputs, for adversarial examples and penalties, are the script's to ask for."""
+    """The script may compute gradients of inputs, for adversarial examples and penalties."""
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = accelerator.unwrap_model(model)
@@ -184,7 +190,10 @@ def test_a_backward_that_reaches_no_trained_parameter(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
 def test_a_direct_backward_past_the_engine(path: str) -> None:
-    """Under ZeRO it fails too where it reaches some parameters only, through no output; `zero_grad` drops the rest."""
+    """Under ZeRO it also fails if it reaches only some parameters, through no output.
+
+    `zero_grad` drops the gradients.
+    """
     for precision in ("no", "bf16"):
         with running(path, gradient_accumulation_steps=2, mixed_precision=precision) as accelerator:
             model, optimizer = _prepared(accelerator)
@@ -205,7 +214,7 @@ def test_a_direct_backward_past_the_engine(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
-    """The user's own parameters show them: of this process inside `no_sync` and the window, of all at its end."""
+    """The user's parameters show this process's gradients inside `no_sync` and the window, the average at its end."""
     for each in (False, True):
         plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
         with running(path, gradient_accumulation_plugin=plugin) as accelerator:
@@ -241,7 +250,7 @@ def test_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero1", "zero2", "zero3", daily=("zero1", "zero2"))
 def test_a_refused_step_is_dropped(path: str) -> None:
-    """A step that is an error applies nothing later either: `zero_grad` drops its gradients, and has to come first."""
+    """A step that raises an error never applies its gradients. `zero_grad` drops them and must come first."""
 
     def set_gradients(model: nn.Module) -> None:
         for p in model.parameters():
@@ -254,7 +263,7 @@ def test_a_refused_step_is_dropped(path: str) -> None:
                 p.add_(0.0)
 
     causes = {"zero1": [set_gradients], "zero2": [set_gradients], "zero3": [set_gradients, write_weights]}
-    precision = "bf16" if path == "zero1" else "no"  # in fp32 stage 1 steps by what is set
+    precision = "bf16" if path == "zero1" else "no"  # in fp32 stage 1 steps by the gradients that are set
     for cause in causes[path]:
         with running(path, mixed_precision=precision) as accelerator:
             model, optimizer = _prepared(accelerator)
@@ -271,7 +280,10 @@ def test_a_refused_step_is_dropped(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_values_are_clipped(path: str) -> None:
-    """Each number of the gradients is clamped, in the step's gradients only; ZeRO has none to clamp, and says so."""
+    """Each value of the gradients is clamped, for this step only.
+
+    ZeRO has no gradients to clamp and raises an error.
+    """
     with running(path, gradient_accumulation_steps=2) as accelerator:
         model, optimizer = _prepared(accelerator)
         if is_zero(path):
@@ -304,7 +316,7 @@ def test_what_is_not_finite_is_not_hidden_by_clipping(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_gradients_can_be_unscaled(path: str) -> None:
-    """Under fp16 the script sees them as they are after `unscale_gradients`, and the step takes them so."""
+    """Under fp16 the script sees true gradients after `unscale_gradients`, and the step applies these."""
     plain = make_net()
     loss_of(plain, global_batch(0)).backward()
     for precision in ("fp16", "no"):
@@ -324,7 +336,10 @@ def test_gradients_can_be_unscaled(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_what_comes_too_late_is_named(path: str) -> None:
-    """A backward after a call that divides by the loss scale, and clamping after the step, name the script's call."""
+    """A backward after a call that divides by the loss scale, or clamping after the step, is an error.
+
+    It names the call.
+    """
     with running(path, mixed_precision="fp16") as accelerator:
         model, optimizer = _prepared(accelerator)
         calls: dict[str, Callable[[], Any]] = {
@@ -347,7 +362,10 @@ def test_what_comes_too_late_is_named(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_the_script_has_set(path: str) -> None:
-    """Before a backward: ZeRO 0-2 adds to them, as plain torch does; elsewhere the error says that they were set."""
+    """If set before a backward, ZeRO 0-2 adds to them like plain torch.
+
+    On other paths the error says that they were set.
+    """
     plain = make_net()
     for p in plain.parameters():
         p.grad = torch.ones_like(p)
@@ -370,7 +388,7 @@ def test_gradients_that_the_script_has_set(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_values_of_other_models_are_clipped(path: str) -> None:
-    """Of a model that the script trains itself, beside the prepared one, as by torch's own function."""
+    """For a model that the script itself trains next to the prepared one, it works as torch's own function."""
     with running(path) as accelerator:
         _prepared(accelerator)
         other = make_net()
@@ -381,7 +399,7 @@ def test_values_of_other_models_are_clipped(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_accumulation_may_change(path: str) -> None:
-    """`gradient_accumulation_steps` counts from the next window on, before and after `prepare`."""
+    """`gradient_accumulation_steps` takes effect from the next window, before and after `prepare`."""
     with running(path) as accelerator:
         assert accelerator.sync_gradients
         accelerator.gradient_accumulation_steps = 2
@@ -413,7 +431,7 @@ def test_accumulation_of_a_file_stays(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_loop_says_itself_where_windows_end(path: str) -> None:
-    """By `sync_gradients`, as transformers' Trainer does: nothing is counted, and a step inside does nothing."""
+    """With `sync_gradients`, as in transformers' Trainer, nothing is counted. A step inside a window does nothing."""
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda _: 1.0))
@@ -452,7 +470,7 @@ def test_windows_may_run_on_from_epoch_to_epoch(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_processes_with_fewer_batches_follow(path: str) -> None:
-    """Under DDP a process that has run out of batches takes part in the others' reductions; elsewhere it is warned."""
+    """Under DDP a process without further batches joins the others' reductions. On other paths a warning is logged."""
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         loader = accelerator.prepare(torch.utils.data.DataLoader(torch.zeros(12, 8), batch_size=4))
@@ -481,7 +499,7 @@ def test_processes_with_fewer_batches_follow(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_arguments_of_backward(path: str) -> None:
-    """Those of `Tensor.backward`: a loss of several numbers with its gradient, a graph that is kept."""
+    """They equal those of `Tensor.backward`: the gradient for a loss of several numbers, and a kept graph."""
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         x, y = own_batch(0)
@@ -493,7 +511,10 @@ def test_arguments_of_backward(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_a_graph_that_is_run_through_twice(path: str) -> None:
-    """Two losses of one forward, a backward each: as in plain torch; stage 3, which releases weights, refuses it."""
+    """Two losses of one forward, with a backward each, work as in plain torch.
+
+    Stage 3 releases weights and refuses it.
+    """
     plain, sgd = net_and_sgd()
     for step in range(2):
         out = plain(global_batch(step)[0])
@@ -520,7 +541,7 @@ def test_a_graph_that_is_run_through_twice(path: str) -> None:
 
 @on_paths("zero3", "zero3-gathered")
 def test_a_graph_that_is_run_through_twice_at_once(path: str) -> None:
-    """In the first forward stage 3 releases small weights too: of one element, a gradient would be wrong, silently."""
+    """In the first forward stage 3 releases small weights too. A gradient of one element would be silently wrong."""
 
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -540,7 +561,10 @@ def test_a_graph_that_is_run_through_twice_at_once(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_penalty_on_the_weights(path: str) -> None:
-    """Written into the loss: as in plain torch; stage 3, where the script finds empty weights, refuses it."""
+    """A penalty in the loss works as in plain torch.
+
+    At stage 3 the script would find empty weights, so it is refused.
+    """
     plain, sgd = net_and_sgd()
     (loss_of(plain, global_batch(0)) + 0.1 * sum(p.square().sum() for p in plain.parameters())).backward()
     sgd.step()
@@ -557,7 +581,7 @@ def test_a_penalty_on_the_weights(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_a_penalty_on_the_weights_of_several_models(path: str) -> None:
-    """In one backward of both: as in plain torch; stage 3 refuses it as it does for one model."""
+    """One backward of both works as in plain torch. Stage 3 refuses it as it does for one model."""
     plain, other = make_net(), make_net()
     both = [*plain.parameters(), *other.parameters()]
     sgd = torch.optim.SGD(both, lr=0.1)
@@ -593,7 +617,10 @@ def _sign(model: nn.Module) -> None:
 
 @on_paths("single", "ddp", "zero0", "zero1", daily=("ddp", "zero0"))
 def test_gradients_that_the_script_changes(path: str) -> None:
-    """As under DDP; where ZeRO averages them in the step only, it is said once, and never where nothing is changed."""
+    """Changes work as under DDP.
+
+    If ZeRO averages only in the step, one warning is logged, and only for a changed gradient.
+    """
     for change in (_clip_norm, _clip_value, _sign, None):
         plain, sgd = net_and_sgd()
         with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
@@ -621,7 +648,7 @@ def test_gradients_that_the_script_changes(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_this_package_changes(path: str) -> None:
-    """A short window's, and those of a shared loss scale: nothing is said of the script."""
+    """No warning blames the script for a short window's correction or a shared loss scale."""
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path, gradient_accumulation_steps=3) as accelerator:
         data = list(zip(*own_batch(0, 16), strict=True))
         model, optimizer, loader = accelerator.prepare(*net_and_sgd(), torch.utils.data.DataLoader(data, batch_size=1))
@@ -633,10 +660,10 @@ def test_gradients_that_this_package_changes(path: str) -> None:
         assert "the script has" not in said.getvalue()
 
 
-# Where fp16 runs there is a GPU: what looks at the gradients is asked by itself.
+# fp16 needs a GPU here. This test calls the check of the gradients directly.
 @on_paths("single")
 def test_gradients_that_hold_the_loss_scale(path: str) -> None:
-    """Under fp16 what the script computes from `p.grad` is otherwise with one process, too."""
+    """Under fp16, results computed from `p.grad` are scaled, with one process too."""
     for is_scaled in (False, True):
         net = make_net()
         session = SimpleNamespace(module=net, trained=list(net.parameters()), stage=1, scales_loss=is_scaled)
@@ -652,7 +679,7 @@ def test_gradients_that_hold_the_loss_scale(path: str) -> None:
 
 @on_paths("single", "ddp", "zero0", "zero1", daily=("ddp", "zero1"))
 def test_weights_perturbed_along_gradients(path: str) -> None:
-    """Sharpness-aware minimisation: as in plain torch under DDP; stages 0 and 1 say once that they do otherwise."""
+    """Sharpness-aware minimisation equals plain torch under DDP. Stages 0 and 1 warn once that their result differs."""
 
     def climb(model: nn.Module) -> list[Tensor]:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -691,7 +718,7 @@ def test_weights_perturbed_along_gradients(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_gradient_set_after_clipping(path: str) -> None:
-    """Stage 0 steps by it, as one device does; the partitioned stages refuse what they would not apply."""
+    """Stage 0 steps by it, like one device. The partitioned stages refuse it, because they would not apply it."""
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = accelerator.unwrap_model(model)[2].bias
@@ -708,7 +735,7 @@ def test_a_gradient_set_after_clipping(path: str) -> None:
 
 @on_paths("zero1")
 def test_gradients_that_are_left_behind(path: str) -> None:
-    """In bf16 stage 1 leaves in `p.grad` what it has added up elsewhere: a change of it is refused."""
+    """In bf16 stage 1 leaves in `p.grad` a copy of sums kept elsewhere, so a change of it is refused."""
     with running(path, mixed_precision="bf16") as accelerator:
         model, optimizer = _prepared(accelerator)
         for change in (_clip_norm, _clip_value, _sign):
@@ -725,7 +752,10 @@ def test_gradients_that_are_left_behind(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradients_that_the_script_clears_itself(path: str) -> None:
-    """By `p.grad = None`: that counts as `zero_grad()`; ZeRO, which has none after a step, says that it cannot know."""
+    """`p.grad = None` counts as `zero_grad()`.
+
+    ZeRO has no gradients after a step and says that it cannot detect this.
+    """
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         for i in range(3):
@@ -742,7 +772,7 @@ def test_gradients_that_the_script_clears_itself(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_over_the_optimizers_groups(path: str) -> None:
-    """All of them are all that is trained; stage 3's, which are empty, and a part of them are refused with a reason."""
+    """Clipping all groups equals clipping the model. Stage 3's empty groups and a subset are refused with a reason."""
     plain, sgd = net_and_sgd()
     loss_of(plain, global_batch(0)).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
@@ -784,7 +814,7 @@ def test_values_are_not_clipped_over_partitions(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_hooks_on_sums_of_gradients(path: str) -> None:
-    """A hook after each gradient finds the window's sum so far; where sums are not in `p.grad`, windows refuse it."""
+    """A hook after each gradient sees the window's sum so far. If sums are not in `p.grad`, windows refuse the hook."""
 
     def halve(p: Tensor) -> None:
         assert p.grad is not None
@@ -811,15 +841,15 @@ def test_hooks_on_sums_of_gradients(path: str) -> None:
 
 
 class Fused(torch.optim.SGD):
-    """As lomo_optim's classes are: a hook of each parameter changes weights within backward."""
+    """An optimizer like lomo_optim's classes: a hook of each parameter changes weights within backward."""
 
     def fused_backward(self, loss: Tensor, lr: float) -> None:
-        """What a script calls in place of `backward`."""
+        """Run the backward that a script calls instead of `backward`."""
 
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_lomo_is_refused(path: str) -> None:
-    """It would change weights within backward: its call is an error, and so is `prepare` of its optimizers."""
+    """Its updates happen within backward. Both its call and `prepare` of its optimizers raise an error."""
     with running(path) as accelerator:
         raised(LoopError, "offload_optimizer", by=lambda: accelerator.lomo_backward(torch.zeros(()), 0.1))
         model = make_net()

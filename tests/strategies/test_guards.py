@@ -1,4 +1,4 @@
-"""Guards: which are subscribed at which stage, when they look, and that each says its mistake and its cost."""
+"""Guards: which stages subscribe to which guards, when these look, and that each documents its mistake and its cost."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_sampling_looks_at_the_first_ten_and_then_at_one_in_a_hundred(checks: An
 
 @pytest.mark.parametrize("kind", sorted(_ALL, key=lambda kind: kind.__name__))
 def test_a_guard_says_its_mistake_and_its_cost(kind: type[Guard]) -> None:
-    """Both are in its docstring, and it subscribes to an event, or removes hooks of its own."""
+    """Its docstring has both, and it subscribes to an event or removes its own hooks."""
     assert "Mistake: " in (kind.__doc__ or "")
     assert "Cost: " in (kind.__doc__ or "")
     assert any(hasattr(kind, event) for event in EVENTS) or kind.remove is not Guard.remove
 
 
 def test_an_event_calls_its_guards_in_the_order_of_the_list() -> None:
-    """A guard subscribes to the events whose names its methods have."""
+    """A guard subscribes to the events that its methods are named after."""
     called: list[str] = []
 
     class First(Guard):
@@ -57,7 +57,7 @@ def test_an_event_calls_its_guards_in_the_order_of_the_list() -> None:
 
 
 def test_the_example_in_the_docstring_works() -> None:
-    """The guard that `Guard` shows raises for a loss that is not finite, and not without subscription."""
+    """The guard in `Guard`'s docstring raises for a loss that is not finite, and does nothing without subscription."""
     lines = (Guard.__doc__ or "").split("Example, which raises if the loss is not finite:\n\n")[1].split("\n\n")[0]
     names: dict[str, Any] = {"Guard": Guard, "LoopError": LoopError}
     exec("\n".join(line[8:] for line in lines.splitlines()), names)
@@ -73,7 +73,7 @@ def test_the_example_in_the_docstring_works() -> None:
 
 @on_paths("single", "ddp", "zero0", "zero1", "zero2", "zero3", daily=("ddp", "zero2", "zero3"))
 def test_checks_off_subscribes_to_nothing(path: str) -> None:
-    """The step emits its events to nobody, and a mistake passes that is an error otherwise."""
+    """The step emits no event to any guard, and a mistake that is otherwise an error passes."""
     for checks in ("all", "off"):
         with running(path, checks=checks) as accelerator:
             net = make_net()

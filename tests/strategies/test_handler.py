@@ -1,4 +1,4 @@
-"""What a script sets of torch's own objects: it arrives, or is refused or said where a path has no such object."""
+"""Settings for torch's own objects: they take effect, or are refused or logged if a path has no matching object."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STEPS = 3
 
 
 class Branches(nn.Module):
-    """Takes its left or its right layer, by the step: the other one has no part in the loss."""
+    """A model that takes its left or its right layer, by the step. The other layer has no part in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Branches(nn.Module):
 
 @on_paths("single", "ddp")
 def test_forward_and_step_are_torchs(path: str) -> None:
-    """Neither is a copy: they are torch's own functions, so that every hook and a running profiler see them."""
+    """Both are torch's own functions, not copies, so every hook and a running profiler see them."""
     seen: list[str] = []
 
     def note(name: str) -> Any:
@@ -82,7 +82,7 @@ def test_forward_and_step_are_torchs(path: str) -> None:
         with profile() as profiled:
             accelerator.backward(loss_of(model, own_batch(0)))
             optimizer.step()
-            schedule.step()  # torch warns where it saw no step before, and a warning is an error here
+            schedule.step()  # torch warns if it saw no step before, and a warning is an error here
         for handle in handles:
             handle.remove()
         assert seen == ["forward", "before", "after", "after all"]
@@ -93,7 +93,7 @@ def test_forward_and_step_are_torchs(path: str) -> None:
 
 @on_paths("ddp")
 def test_ddp_arguments(path: str) -> None:
-    """Every argument of DDP arrives at torch's object; what was not given keeps torch's default."""
+    """Every argument of DDP arrives at torch's object. Arguments not given keep torch's default."""
     given = DistributedDataParallelKwargs(
         broadcast_buffers=False, bucket_cap_mb=7, find_unused_parameters=True, static_graph=True
     )
@@ -114,7 +114,7 @@ def test_ddp_arguments(path: str) -> None:
 
 @on_paths("ddp")
 def test_a_view_of_the_buckets_is_offered(path: str) -> None:
-    """Where memory runs out, with the gradients' bytes as what it saves."""
+    """The out-of-memory report offers it and counts the gradients' bytes as its saving."""
     with running(path) as accelerator:
         net = make_net()
         accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -129,7 +129,7 @@ def test_a_view_of_the_buckets_is_offered(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero2")
 def test_a_smaller_bucket_is_offered(path: str) -> None:
-    """Where memory runs out, and the configuration's bucket is larger than anything gains by."""
+    """The out-of-memory report offers it if the configured bucket is larger than is useful."""
     for size, offered in ((5e12, True), (5e8, False)):
         with running(path, deepspeed={"zero_optimization": {**ZERO[path], "reduce_bucket_size": size}}) as accelerator:
             net = make_net()
@@ -140,7 +140,7 @@ def test_a_smaller_bucket_is_offered(path: str) -> None:
 
 @on_paths("ddp")
 def test_unused_parameters(path: str) -> None:
-    """With `find_unused_parameters`, a branch that sits out is not waited for, though the last forward took it."""
+    """With `find_unused_parameters`, DDP does not wait for an unused branch, though the last forward used it."""
     for accumulation in (1, 2):
         with running(
             path,
@@ -174,7 +174,7 @@ def test_unused_parameters(path: str) -> None:
 
 @on_paths("ddp")
 def test_static_graph(path: str) -> None:
-    """With `static_graph` the loop trains as without; with accumulation it is refused, which torch fails at."""
+    """With `static_graph` the loop trains as without. With accumulation, at which torch fails, it is refused."""
     static = [DistributedDataParallelKwargs(static_graph=True)]
     assert_near(train(path, kwargs_handlers=static), train(path), 1e-6)
     raised(
@@ -187,7 +187,7 @@ def test_static_graph(path: str) -> None:
 
 @on_paths("ddp")
 def test_communication_hook(path: str) -> None:
-    """Gradients are reduced by the hook that was asked for: in half precision, their last digits are gone."""
+    """The requested hook reduces the gradients: in half precision, their last digits are gone."""
     kinds = DDPCommunicationHookType
     plain = train(path)
     for how in (
@@ -201,7 +201,7 @@ def test_communication_hook(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_loss_scale(path: str) -> None:
-    """The scale begins where it was said, grows and falls by the factors that were said."""
+    """The scale begins at the configured value and grows and falls by the configured factors."""
     given = GradScalerKwargs(init_scale=1024.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
     with running(path, mixed_precision="fp16", kwargs_handlers=[given]) as accelerator:
         net = make_net()
@@ -221,7 +221,7 @@ def test_loss_scale(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_steps_are_skipped_as_by_torchs_scaler(path: str) -> None:
-    """Of two optimizers the one with gradients that are not finite; with `hysteresis` 1 the scale falls as torch's."""
+    """Only the optimizer with non-finite gradients skips. With `hysteresis` 1 the scale falls as torch's does."""
     section = {"fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 10}}
     with running(path, deepspeed=section) as accelerator:
         nets, plain = [make_net(), make_net()], [make_net(), make_net()]
@@ -266,7 +266,7 @@ def test_no_loss_scale(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero2"))
 def test_autocast(path: str) -> None:
-    """What the script computes inside is in the run's type, unless it says otherwise; under ZeRO it is inert."""
+    """Computations inside use the run's dtype unless the script overrides it. Under ZeRO the context has no effect."""
     a = torch.ones(4, 4)
     with running(path, mixed_precision="bf16") as accelerator:
         with accelerator.autocast():
@@ -280,7 +280,7 @@ def test_autocast(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_autocast_of_models(path: str) -> None:
-    """A handler given at the start is that of prepared models too."""
+    """A handler given at the start applies to prepared models too."""
     with running(path, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]) as accelerator:
         net = nn.Sequential(nn.Linear(8, 8))
         seen: list[torch.dtype] = []
@@ -292,7 +292,7 @@ def test_autocast_of_models(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero2", "zero3", daily="zero2")
 def test_what_engines_lack(path: str) -> None:
-    """What would train otherwise is refused with every place; what has no use is said."""
+    """Settings that would change the training are refused with their places. Settings without effect are logged."""
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     scale = GradScalerKwargs(growth_factor=3.0)
     raised(
@@ -309,7 +309,7 @@ def test_what_engines_lack(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2"))
 def test_compiled(path: str) -> None:
-    """A compiled model trains as it does uncompiled, whole or by its blocks, and comes out as the user's own module."""
+    """A compiled model, complete or by blocks, trains as uncompiled and unwraps to the user's own module."""
     plain = train(path)
     for plugin in (
         TorchDynamoPlugin(backend="eager"),
@@ -322,7 +322,7 @@ def test_compiled(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2"))
 def test_compiled_by_the_script(path: str) -> None:
-    """`torch.compile` of a model or a layer before `prepare`: it trains the same, compiled, under the plain names."""
+    """Models or layers compiled by `torch.compile` before `prepare` train the same, compiled, under the plain names."""
     plain = train(path)
     for part in ("model", "layer"):
         graphs: list[Any] = []
@@ -345,7 +345,7 @@ def test_compiled_by_the_script(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_models_as_they_come(path: str) -> None:
-    """A model that was not prepared is saved as it is; names come as the prepared model has them if asked for."""
+    """An unprepared model is saved unchanged. On request, the names equal the prepared model's."""
     with running(path, mixed_precision="bf16") as accelerator:
         net = make_net()
         before = net.state_dict()
@@ -365,7 +365,7 @@ def test_models_as_they_come(path: str) -> None:
 
 
 def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dict[str, Tensor]:
-    """The weights after a few steps."""
+    """Return the weights after a few steps."""
     with running(path, **arguments) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -381,7 +381,7 @@ def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dic
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_a_scaler_of_the_scripts_own(path: str) -> None:
-    """It divides gradients that are not partitioned, as in plain torch; where it could not, it is an error."""
+    """It divides unpartitioned gradients, as in plain torch. If it cannot, an error is raised."""
     plain, sgd = net_and_sgd()
     take_plain_steps(plain, sgd, range(3))
     for accumulation in (1, 2):

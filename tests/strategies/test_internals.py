@@ -1,7 +1,7 @@
-"""Private names of third parties: the tables in docs/ name those that this package uses, and they are still defined.
+"""Private names of third parties: the tables in docs/ list those that this package uses, and they still exist.
 
-Sources are read as text, with `ast`, and nothing of them is imported. `DEEPSPEED_SOURCE=/path/to/a/checkout` reads the
-rows of DeepSpeed in that checkout in place of the installed package: what a coming release moves shows row by row.
+The tests read sources as text with `ast` and import nothing from them. `DEEPSPEED_SOURCE=/path/to/a/checkout` reads
+DeepSpeed's rows in that checkout instead of the installed package. It shows row by row what a coming release moves.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "zero_plugin"
 _ENGINE_FOLDER = _PACKAGE / "strategies" / "deepspeed"
-# Each table, and the folder of which its second column names files.
+# Each table, and the folder of the files that its second column names.
 _TABLES = {_ROOT / "docs" / "deepspeed-internals.md": _ENGINE_FOLDER, _ROOT / "docs" / "other-internals.md": _PACKAGE}
 _HEADING = re.compile(r"^### `(?P<file>[^`]+)`(?:: (?:`(?P<owner>\w+)`|(?P<kind>[a-z ]+)))?$")
 _SET_ON_OTHERS, _NAMED, _TEXT = "set on other objects", "used by its own code", "text"
 
-# What DeepSpeed's documentation describes of engines, of the classes of deepspeed.zero, of its accelerator and of its
-# asynchronous I/O, and the modules that it says to import from.
+# Names that DeepSpeed's documentation describes: engines, classes of deepspeed.zero, its accelerator, its asynchronous
+# I/O, and the modules that it says to import from.
 _PUBLIC = {
     *("backward", "destroy", "eval", "get_global_grad_norm", "module", "optimizer", "scale", "step", "train"),
     *("was_step_applied", "zero_grad", "initialize", "init_distributed", "configure"),
@@ -43,15 +43,15 @@ _PUBLIC_MODULES = (
     "deepspeed.ops.lion",
 )
 _PUBLIC_IMPORTS = (("deepspeed.ops.op_builder", "AsyncIOBuilder"), ("deepspeed.utils", "set_z3_leaf_module"))
-# Variables and attributes of ours under strategies/deepspeed that hold objects of DeepSpeed.
+# Our variables and attributes under strategies/deepspeed that hold objects of DeepSpeed.
 _HOLDERS = ("backup", "bucket", "coordinator", "engine", "fp16", "init", "mapping", "offload", "swapper", "wrapper")
-_DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_replace"}  # for all that their names look private
-_OWN_MARKS = {"_purges", "_zero_plugin_hooks"}  # that this package sets on objects of others
+_DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_replace"}  # although their names look private
+_OWN_MARKS = {"_purges", "_zero_plugin_hooks"}  # attributes that this package sets on foreign objects
 
 
 @dataclass(frozen=True)
 class Row:
-    """One name in a table, and where the table says that it is defined and used."""
+    """One name in a table, with the places where the table says it is defined and used."""
 
     file: str
     owner: str
@@ -83,14 +83,14 @@ _ROWS = list(_rows())
 
 
 class _Source:
-    """What a file of Python, or a stub of one, defines and uses."""
+    """The names that a Python file or a stub defines and uses."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tree = ast.parse(path.read_text("utf-8"))
         self._members: dict[str, set[str]] = {}
         self.classes = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
-        self.imports: dict[str, tuple[int, str, str]] = {}  # name -> level, module, name there
+        self.imports: dict[str, tuple[int, str, str]] = {}  # name -> level, module, name in that module
         self.attributes_set: set[str] = set()
         self.attributes: set[str] = set()
         self.strings: set[str] = set()
@@ -109,7 +109,7 @@ class _Source:
 
     @functools.cached_property
     def names(self) -> set[str]:
-        """Of the module itself; also those that a function puts into `globals()`."""
+        """Return the names of the module itself, including those that a function puts into `globals()`."""
         found = set(self.imports) | set(_defined_in(self.tree.body))
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "globals()":
@@ -119,11 +119,11 @@ class _Source:
         return found
 
     def of_kind(self, kind: str) -> set[str]:
-        """What a heading without a class says of its rows."""
+        """Describe the rows below a heading without a class."""
         return {"": self.names, _SET_ON_OTHERS: self.attributes_set, _NAMED: self.attributes}[kind]
 
     def members(self, class_name: str) -> set[str]:
-        """Of a class and its bases, as far as these are in the same package; private ones as Python mangles them."""
+        """Return the members of a class and its bases in the same package. Private ones are mangled as in Python."""
         if class_name not in self._members:
             self._members[class_name] = self._find_members(class_name)
         return self._members[class_name]
@@ -143,7 +143,7 @@ class _Source:
         return found
 
     def home_of(self, class_name: str) -> _Source | None:
-        """The file that defines a class that this one names; None for another package's."""
+        """Return the file that defines a class named in this file, or None for another package's class."""
         if class_name in self.classes:
             return self
         if class_name not in self.imports:
@@ -184,7 +184,7 @@ def _source(path: Path) -> _Source:
 
 @functools.cache
 def _folder_of(package: str) -> Path | None:
-    """Where a package lies that is installed, without an import of it; None where it is not installed."""
+    """Return the folder of an installed package without importing it, or None if it is not installed."""
     if package == "deepspeed" and (checkout := os.environ.get("DEEPSPEED_SOURCE")):
         return Path(checkout)
     spec = importlib.util.find_spec(package)
@@ -199,7 +199,7 @@ def _party(file: str) -> str:
 
 @pytest.mark.parametrize("row", _ROWS, ids=str)
 def test_a_name_in_the_tables_is_defined(row: Row) -> None:
-    """Each row's name is defined where the row says, in the source of the release that is installed."""
+    """The row's place in the installed release's source defines it."""
     folder = _folder_of(_party(row.file))
     if folder is None:
         pytest.skip(f"{_party(row.file)} is not installed")
@@ -216,7 +216,7 @@ def test_a_name_in_the_tables_is_defined(row: Row) -> None:
 
 @pytest.mark.parametrize("row", _ROWS, ids=str)
 def test_a_name_in_the_tables_is_used(row: Row) -> None:
-    """Each file of ours that a row names uses the row's name; else the row, or the file in it, is to be deleted."""
+    """Each of our files that a row names uses the row's name. Otherwise delete the row, or the file in it."""
     for path in row.users:
         source = _source(path)
         used = source.attributes | source.strings | source.imported | _methods(source)
@@ -224,19 +224,19 @@ def test_a_name_in_the_tables_is_used(row: Row) -> None:
 
 
 def _methods(source: _Source) -> set[str]:
-    """Names of the methods of its classes, which may override what a table names."""
+    """Return the method names of the file's classes. They may override names of a table."""
     return {name for kind in source.classes.values() for name in _defined_in(kind.body)}
 
 
 def test_no_name_is_in_a_table_twice() -> None:
-    """A name of one class is one row: what is said of it is in one place."""
+    """A name of one class has one row, which holds all facts about it."""
     seen = [(row.file, row.owner, row.kind, row.name) for row in _ROWS]
     assert len(seen) == len(set(seen)), sorted(at for at in set(seen) if seen.count(at) > 1)
 
 
 @dataclass(frozen=True)
 class _Use:
-    """An attribute of something, read, set, or named by a string."""
+    """An attribute of an object that is read, set, or named by a string."""
 
     where: str
     owner: str  # the expression before the dot
@@ -244,7 +244,7 @@ class _Use:
 
 
 def _uses(path: Path) -> Iterator[_Use]:
-    """Every attribute by a dot, by `getattr`, `hasattr`, `setattr` and `Patches`, and by a key of `__dict__`."""
+    """Return each attribute used by a dot, `getattr`, `hasattr`, `setattr`, `Patches`, or a key of `__dict__`."""
     for node in ast.walk(_source(path).tree):
         owner: ast.expr | None = None
         name: ast.expr | str | None = None
@@ -266,7 +266,7 @@ def _uses(path: Path) -> Iterator[_Use]:
 
 
 def _private_strings(path: Path) -> Iterator[_Use]:
-    """Strings that are names with a leading underscore, whatever they are handed to."""
+    """Return strings that are names with a leading underscore, whatever call they are passed to."""
     names = {name for name in _source(path).strings if name.startswith("_") and name.isidentifier()}
     yield from (_Use(str(path.relative_to(_ROOT)), "", name) for name in names)
 
@@ -278,7 +278,7 @@ def _holds_a_foreign_object(owner: str) -> bool:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """What the package's own classes define."""
+    """Return the names that the package's own classes define."""
     sources = [_source(path) for path in _PACKAGE.rglob("*.py")]
     return frozenset(name for source in sources for kind in source.classes for name in source.members(kind))
 
@@ -289,7 +289,7 @@ def _public_names(*kinds: type) -> frozenset[str]:
 
 
 def _defined_by_tables() -> set[str]:
-    """Every member of DeepSpeed's classes in the tables, and what its modules in them set on parameters."""
+    """Return all members of DeepSpeed's classes in the tables, and attributes that its modules set on parameters."""
     folder, found = _folder_of("deepspeed"), set[str]()
     assert folder is not None
     for file, owner, kind in {(r.file, r.owner, r.kind) for r in _ROWS if _party(r.file) == "deepspeed"}:
@@ -300,7 +300,7 @@ def _defined_by_tables() -> set[str]:
 
 
 def test_the_tables_leave_no_name_of_deepspeed_out() -> None:
-    """Code under strategies/deepspeed uses no attribute of DeepSpeed's objects that is in no row and not documented."""
+    """Code under strategies/deepspeed uses only attributes of DeepSpeed's objects that are in a row or documented."""
     known = {row.name for row in _ROWS} | _PUBLIC | _OWN_MARKS
     of_engines = _public_names(nn.Module, Optimizer) | {"param_groups", "state"}
     of_others = of_engines | _public_names(Tensor, list, dict, set, str) | _own_names()
@@ -323,7 +323,7 @@ def test_the_tables_leave_no_name_of_deepspeed_out() -> None:
 
 
 def _is_private(module: str, name: str) -> bool:
-    """Whether an import is from inside DeepSpeed, or of somebody else's name with a leading underscore."""
+    """Return whether an import is from inside DeepSpeed, or of a foreign name with a leading underscore."""
     parts = module.split(".")
     if parts[0] == "deepspeed":
         return module not in _PUBLIC_MODULES and (module, name) not in _PUBLIC_IMPORTS
@@ -331,7 +331,7 @@ def _is_private(module: str, name: str) -> bool:
 
 
 def test_the_tables_leave_no_import_out() -> None:
-    """What is imported from inside DeepSpeed, or by a private name of another package, is in a row."""
+    """Every import from inside DeepSpeed, or of another package's private name, is in a row."""
     modules = {row: re.sub(r"(/__init__)?\.pyi?$", "", row.file).replace("/", ".") for row in _ROWS}
     listed = {(module, row.name) for row, module in modules.items()}
     listed |= {(parent, name) for parent, _, name in (module.rpartition(".") for module in modules.values())}
@@ -347,7 +347,7 @@ def test_the_tables_leave_no_import_out() -> None:
 
 
 def test_the_tables_leave_no_underscore_out() -> None:
-    """No code uses a name with a leading underscore of somebody else's object that is in no row."""
+    """No code uses a foreign object's name with a leading underscore that is in no row."""
     known = {row.name for row in _ROWS} | _DOCUMENTED | _OWN_MARKS | _own_names()
     left_out = [
         use

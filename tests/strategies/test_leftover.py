@@ -1,4 +1,4 @@
-"""What `free_memory` leaves in a model, and that the model trains again as in plain torch, whatever was open before."""
+"""After `free_memory`, a model has no traces of a training and trains again as in plain torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from zero_plugin import Accelerator
 from zero_plugin.errors import LoopError
 
 _DROPPED = "free_memory() drops the gradients of {} of the Sequential"
-# Attributes that an engine leaves, and why: those of stage 3 begin with `ds_` too, since the weights stay partitioned.
+# Attributes that an engine leaves, and why. At stage 3, those that begin with `ds_` are left too, since the weights
+# stay partitioned.
 _LEFT = {
     "_dp_group": "the process group, which outlives engines; a new engine sets it again",
     "_index_in_param_group": "a number; a new engine sets it again",
     "param_idx_in_group": "a number; a new engine sets it again",
-    "get_full_hp_param": "methods of DeepSpeed that belong to the parameter, and hold nothing else",
+    "get_full_hp_param": "methods of DeepSpeed that belong to the parameter, and hold no other object",
     "get_full_hp_grad": "as above",
     "set_full_hp_param": "as above",
     "set_full_hp_grad": "as above",
@@ -58,7 +59,10 @@ _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 
 @on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_nothing_of_a_training_is_left_in_a_model(path: str) -> None:
-    """No hook, gradient, optimizer or counter, with a window left open: attributes are those from before `prepare`."""
+    """No hook, gradient, optimizer or counter remains, even with an open window.
+
+    The attributes equal the original ones.
+    """
     with running(path) as accelerator:
         net = make_net()
         before = dict(_attributes(net))
@@ -71,13 +75,16 @@ def test_nothing_of_a_training_is_left_in_a_model(path: str) -> None:
             assert not new, (count, {at: left[at] for at in new})
             assert not gone, (count, gone)
             hooks = [len(getattr(part, name)) for part in net.modules() for name in _HOOKS if getattr(part, name)]
-            # Of a partitioned module: the one that refuses a forward which no engine gathers weights for.
+            # Of a partitioned module: the hook that refuses a forward for which no engine gathers weights.
             assert hooks == [1] * (len(list(net.modules())) if path.startswith("zero3") else 0)
 
 
 @on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_an_open_window_is_dropped(path: str) -> None:
-    """Wherever the loop was: no gradient is left, one line counts the backwards, and the next training is as if new."""
+    """At any point of the loop, no gradient remains and one line counts the backwards.
+
+    The next training starts fresh.
+    """
     plain = _plain(range(4))
     for begin, count in (
         (_accumulate, "2 backwards"),
@@ -105,7 +112,7 @@ def test_an_open_window_is_dropped(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_what_the_script_keeps_of_the_old_training_changes_nothing(path: str) -> None:
-    """Its model, optimizer and loss, as where names are bound anew only when `prepare` returns."""
+    """Its model, optimizer and loss change nothing, as when names are bound again only once `prepare` returns."""
     plain = _plain(range(4))
     with running(path) as accelerator:
         net = make_net()
@@ -127,7 +134,7 @@ def test_what_the_script_keeps_of_the_old_training_changes_nothing(path: str) ->
 
 @on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_a_model_trains_again_after_a_failed_forward(path: str) -> None:
-    """One that failed in the middle, with and without an open window before it, on every process."""
+    """It trains again after a failure on every process in mid-forward, with and without an open window before."""
     plain = _plain(range(4))
     for has_open_window in (False, True):
         with running(path) as accelerator:
@@ -231,7 +238,7 @@ def _is_expected(name: str) -> bool:
 
 
 def _attributes(net: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Each attribute of each submodule and parameter: where, its name, and its type."""
+    """List each attribute of each submodule and parameter: its owner, name and type."""
     owners: list[tuple[str, Any]] = [*net.named_modules(), *net.named_parameters()]
     for where, owner in owners:
         for name, value in vars(owner).items():
@@ -244,7 +251,7 @@ def _attributes(net: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 @on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_an_optimizer_is_prepared_again(path: str) -> None:
-    """Where its states stay its own, it trains on; where ZeRO has partitioned them, an error asks for a new one."""
+    """If its states are still its own, it trains. If ZeRO partitioned them, an error asks for a new one."""
     with running(path) as accelerator:
         net, sgd = net_and_sgd(momentum=0.9)
         for _ in range(2):
@@ -258,7 +265,7 @@ def test_an_optimizer_is_prepared_again(path: str) -> None:
 
 @on_paths(*ENGINE, daily=("zero2", "zero3"))
 def test_a_loss_from_before(path: str) -> None:
-    """A backward of it names what has ended, and the next training is right."""
+    """Its backward raises an error that names what has ended, and the next training is right."""
     with running(path) as accelerator:
         net = make_net()
         model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -271,7 +278,7 @@ def test_a_loss_from_before(path: str) -> None:
 
 @on_paths("zero3")
 def test_a_model_of_processes_that_have_ended(path: str) -> None:
-    """Its partitions belong to a group that is gone, as after `end_training`: an error says to build it again."""
+    """Its partitions belong to a group that is gone, as after `end_training`. An error says to build it again."""
     with running(path) as accelerator:
         net = make_net()
         accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

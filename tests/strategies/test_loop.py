@@ -1,4 +1,4 @@
-"""The loop contract: what each call does, the same on every path."""
+"""The loop contract: the effect of each call, the same on every path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prepared(accelerator: Accelerator, lr: float = 0.1) -> tuple[Any, Any]:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_backward_never_steps(path: str) -> None:
-    """Weights change in the step that ends a window, and nowhere else."""
+    """Weights change only in the step that ends a window."""
     with running(path, gradient_accumulation_steps=3) as accelerator:
         model, optimizer = prepared(accelerator)
         before = weights(accelerator, model)
@@ -56,7 +56,7 @@ def test_backward_never_steps(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_step_without_a_backward_changes_nothing(path: str) -> None:
-    """`step()` twice, or first thing, applies nothing a second time."""
+    """A second `step()`, or one before any backward, applies nothing."""
     with running(path) as accelerator:
         model, optimizer = prepared(accelerator)
         before = weights(accelerator, model)
@@ -70,7 +70,7 @@ def test_a_step_without_a_backward_changes_nothing(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_the_loop_never_clears(path: str) -> None:
-    """They are dropped after each step, and a second `step()` applies nothing; a line says either, once."""
+    """They are dropped after each step, and a second `step()` applies nothing. Each case is logged once."""
     plain, sgd = net_and_sgd(momentum=0.9)
     take_plain_steps(plain, sgd, range(3))
     for never in (True, False):
@@ -82,7 +82,7 @@ def test_gradients_that_the_loop_never_clears(path: str) -> None:
                 if not never:
                     optimizer.step()
                     optimizer.zero_grad()
-                    optimizer.step()  # as in plain torch, after zero_grad() there is nothing
+                    optimizer.step()  # as in plain torch, no gradients are left after zero_grad()
             assert_near(weights(accelerator, model), plain.state_dict())
             if accelerator.is_main_process:
                 assert said.getvalue().count("zero_grad() was not called since the last applied step") == never
@@ -91,7 +91,7 @@ def test_gradients_that_the_loop_never_clears(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_direct_backward_is_refused(path: str) -> None:
-    """`loss.backward()` would miss the window and the loss scale: an error that names `accelerator.backward`."""
+    """`loss.backward()` would miss the window and the loss scale. The error names `accelerator.backward`."""
     with running(path) as accelerator:
         model, optimizer = prepared(accelerator)
 
@@ -132,7 +132,7 @@ def _plain_norm(step: int, scale: float = 1.0) -> float:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clip_returns_the_norm_before_clipping(path: str) -> None:
-    """The norm is the global batch's, whatever the limit; the step moves by lr × limit; `inf` only measures."""
+    """The norm is the global batch's for any limit. The step moves by lr × limit. `inf` only measures."""
     for limit in (0.01, 1e6, math.inf):
         with running(path) as accelerator:
             model, optimizer = prepared(accelerator)
@@ -157,7 +157,7 @@ def test_clip_returns_the_norm_before_clipping(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_clip_inside_a_window_does_nothing(path: str) -> None:
-    """Before the window's last micro-batch the norm is not known: nan, and the step is as without the call."""
+    """Before the window's last micro-batch the norm is unknown: the call returns nan and does not change the step."""
     results = []
     for clips_early in (True, False):
         with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -175,7 +175,7 @@ def test_clip_inside_a_window_does_nothing(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clip_refuses_what_partitions_cannot_tell(path: str) -> None:
-    """A subset of the parameters, or another norm: right where gradients are whole, an error under ZeRO."""
+    """A subset of the parameters, or another norm, works if gradients are unpartitioned and is an error under ZeRO."""
     with running(path) as accelerator:
         model, optimizer = prepared(accelerator)
         accelerator.backward(loss_of(model, own_batch(0)))
@@ -197,7 +197,7 @@ def test_clip_refuses_what_partitions_cannot_tell(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_in_config_and_code_must_agree(path: str) -> None:
-    """Another number than the configuration's is an error with both; the same number and `inf` are not."""
+    """A limit that differs from the configuration's is an error with both. The same number and `inf` are not."""
     with running(path, deepspeed={"gradient_clipping": 0.5}) as accelerator:
         model, optimizer = prepared(accelerator)
         accelerator.backward(loss_of(model, own_batch(0)))
@@ -209,7 +209,7 @@ def test_clipping_in_config_and_code_must_agree(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_measuring_leaves_the_configs_clipping(path: str) -> None:
-    """`clip_grad_norm_(…, inf)` only looks: the configuration's limit still holds for the step."""
+    """`clip_grad_norm_(…, inf)` only measures. The configuration's limit still holds for the step."""
     with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:
         model, optimizer = prepared(accelerator)
         before = weights(accelerator, model)
@@ -242,7 +242,7 @@ def test_backward_after_clip(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_no_sync_changes_no_number(path: str) -> None:
-    """Backwards under `no_sync` add up as without it, with and without `accumulate`, and under the model's own."""
+    """Backwards under `no_sync`, the model's too, add up as without it, with and without `accumulate`."""
     plain, sgd = net_and_sgd()
     for begin in (0, 2, 4):
         for i in (begin, begin + 1):
@@ -264,7 +264,7 @@ def test_no_sync_changes_no_number(path: str) -> None:
             optimizer.step()
         with accelerator.no_sync(model) if path == "single" else model.no_sync():
             accelerator.backward(loss_of(model, own_batch(4)))
-            optimizer.step()  # as at any place inside a window, it applies nothing
+            optimizer.step()  # it applies nothing, as at any place inside a window
         accelerator.backward(loss_of(model, own_batch(5)))
         optimizer.step()
         assert optimizer.applied_steps == 3
@@ -293,7 +293,7 @@ def test_orders_without_meaning_are_errors(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_prepare_refuses(path: str) -> None:
-    """Objects as they were before or of another Accelerator, two of either, a stranger's optimizer and schedule."""
+    """It refuses objects prepared before or elsewhere, two of either kind, and a foreign optimizer or schedule."""
     with running(path) as accelerator:
         first, second = make_net(), make_net()
         sgd = torch.optim.SGD(first.parameters(), lr=0.1)
@@ -323,7 +323,7 @@ def test_prepare_refuses(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_two_models_train_side_by_side(path: str) -> None:
-    """Each backward finds out whose loss it is; each model trains as it would alone."""
+    """Each backward finds the model of its loss. Each model trains as it would alone."""
     plain, sgd = net_and_sgd()
     take_plain_steps(plain, sgd, range(2))
     with running(path) as accelerator:
@@ -341,7 +341,7 @@ def test_two_models_train_side_by_side(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_backward_takes_tensors_arguments(path: str) -> None:
-    """`gradient` weighs the loss, and `retain_graph` is known, as for `Tensor.backward`."""
+    """`gradient` weighs the loss, and `retain_graph` works, as for `Tensor.backward`."""
     plain, sgd = net_and_sgd()
     (3 * loss_of(plain, global_batch(0))).backward()
     sgd.step()
@@ -355,7 +355,7 @@ def test_backward_takes_tensors_arguments(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gather_reduce_and_print(path: str) -> None:
-    """Collectives over the processes, and what each process knows of itself."""
+    """Collectives run over the processes, and each process knows its own facts."""
     with running(path) as accelerator:
         rank, world = accelerator.process_index, accelerator.num_processes
         assert (accelerator.is_main_process, accelerator.is_last_process) == (rank == 0, rank == world - 1)
@@ -371,7 +371,7 @@ def test_gather_reduce_and_print(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_end_training_twice(path: str) -> None:
-    """A second call does nothing; the prepared optimizer then says that training has ended."""
+    """A second call does nothing. The prepared optimizer then says that training has ended."""
     with running(path) as accelerator:
         model, optimizer = prepared(accelerator)
         accelerator.backward(loss_of(model, own_batch(0)))
@@ -383,10 +383,10 @@ def test_end_training_twice(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_last_micro_batch_without_a_backward(path: str) -> None:
-    """A bad batch that the script leaves out at the end of a window: the processes average the other gradients."""
+    """If the script skips a bad batch at the end of a window, the processes average the other gradients."""
     for by_script in (False, True):
         plain = make_net()
-        size = 1 if by_script else 2  # where the script ends windows, they have as many micro-batches as backwards
+        size = 1 if by_script else 2  # if the script ends windows itself, they have as many micro-batches as backwards
         (loss_of(plain, global_batch(0)) / size).backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -404,7 +404,7 @@ def test_a_last_micro_batch_without_a_backward(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_a_backward_that_fails_inside_a_micro_batch_is_not_counted(path: str) -> None:
-    """`zero_grad()`, then the next batch: the window has as many micro-batches as it has losses."""
+    """After `zero_grad()` and the next batch, the window has as many micro-batches as losses."""
     plain = make_net()
     for i in (1, 2):
         (loss_of(plain, global_batch(i)) / 2).backward()
@@ -425,7 +425,7 @@ def test_a_backward_that_fails_inside_a_micro_batch_is_not_counted(path: str) ->
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_a_step_hook_that_raises(path: str) -> None:
-    """The step is not taken, and `zero_grad()` drops its gradients: the next step does not apply them too."""
+    """The step is not applied, and `zero_grad()` drops its gradients, so the next step does not apply them either."""
     plain = make_net()
     loss_of(plain, global_batch(1)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -448,7 +448,7 @@ def test_a_step_hook_that_raises(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_twice(path: str) -> None:
-    """The tighter limit holds, whichever comes first, and the second norm is that of clipped gradients."""
+    """The tighter limit holds, whichever comes first. The second norm is that of clipped gradients."""
     for limits in ((0.02, 0.03), (0.03, 0.02)):
         plain = make_net()
         loss_of(plain, global_batch(0)).backward()
@@ -465,7 +465,7 @@ def test_clipping_twice(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_before_the_first_backward(path: str) -> None:
-    """There is nothing to clip, and the loop goes on."""
+    """The call clips nothing, and the loop continues."""
     with running(path) as accelerator:
         model, optimizer = prepared(accelerator)
         for limit in (1.0, math.inf):

@@ -1,4 +1,4 @@
-"""The loss scale off DeepSpeed moves as DeepSpeed's own does."""
+"""Without DeepSpeed, the loss scale moves as DeepSpeed's own does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_it_equals_deepspeeds(section: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same scale before each of 200 steps of which some, also several in a row, are skipped."""
+    """The scale is the same before each of 200 steps. Some of them, also several in a row, are skipped."""
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)
     theirs = DynamicLossScaler(
         init_scale=2 ** section.get("initial_scale_power", 16),
@@ -47,7 +47,7 @@ def test_it_equals_deepspeeds(section: dict[str, Any], seed: int, monkeypatch: p
 
 
 def test_a_fixed_scale_stays() -> None:
-    """`loss_scale: 128` is 128, whatever is skipped."""
+    """`loss_scale: 128` stays 128, whatever is skipped."""
     scale = LossScale({"loss_scale": 128.0})
     for skipped in (True, False, True):
         scale.update(skipped=skipped)
@@ -56,7 +56,7 @@ def test_a_fixed_scale_stays() -> None:
 
 @pytest.mark.parametrize("section", [*SECTIONS, {"initial_scale_power": 0}])
 def test_most_skips_reach_the_smallest_scale(section: dict[str, Any]) -> None:
-    """As many skips in a row as DeepSpeed allows before it ends the run at its smallest scale."""
+    """As many skips in a row happen as DeepSpeed allows before it ends the run at its smallest scale."""
     scale = LossScale(section)
     theirs = DynamicLossScaler(
         init_scale=scale.value,
@@ -79,7 +79,7 @@ def test_most_skips_reach_the_smallest_scale(section: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("forgets", [True, False])
 def test_stage_0_is_scaled_once(forgets: bool) -> None:
-    """Its fp16 optimizers run on GPUs only: whether or not a release of DeepSpeed scales for them."""
+    """The loss of stage 0's fp16 optimizers, on GPUs only, is scaled once, whether or not DeepSpeed scales it."""
     session = object.__new__(EngineSession)
     session.scales_loss = True
     optimizer = SimpleNamespace(loss_scale=8.0)
@@ -93,7 +93,10 @@ def test_stage_0_is_scaled_once(forgets: bool) -> None:
 
 
 def test_the_installed_deepspeed_forgets_to_scale_at_stage_0() -> None:
-    """Where it no longer does, `EngineSession.scale_loss` follows it, and the factor by hand can go."""
+    """Its `scale` returns the loss itself.
+
+    Once a release scales again, the factor in `EngineSession.scale_loss` can go.
+    """
     engine = SimpleNamespace(optimizer=object(), torch_autocast_z0_gradscaler=None)
     loss = torch.ones((), requires_grad=True).clone()
     assert DeepSpeedEngine.scale(engine, loss) is loss

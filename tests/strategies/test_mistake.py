@@ -1,4 +1,4 @@
-"""Mistakes of a loop that are named, the same on every path, and what to do instead."""
+"""Mistakes of a loop: every path names them and says what to do instead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ from zero_plugin.errors import ConfigError, LoopError
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_is_unfrozen(path: str) -> None:
-    """In step 13: refused in the first backward that reaches it; prepared anew, it is trained as in plain torch."""
+    """In step 13, the first backward that reaches it raises an error.
+
+    After a new prepare, it trains as in plain torch.
+    """
     plain, sgd = net_and_sgd()
     for i in range(14):
         plain[0].requires_grad_(i > 11)
@@ -48,7 +51,7 @@ def test_a_layer_is_unfrozen(path: str) -> None:
         net = make_net()
         net[0].requires_grad_(False)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for i in range(12):  # more than the first ones, which are all looked at
+        for i in range(12):  # more than the first ones, which are all checked
             take_steps(accelerator, model, optimizer, [i])
         net[0].requires_grad_(True)
         raised(LoopError, "frozen", "free_memory()", by=lambda: accelerator.backward(loss_of(model, own_batch(12))))
@@ -60,9 +63,11 @@ def test_a_layer_is_unfrozen(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_a_layer_is_frozen(path: str) -> None:
-    """In step 2, without a gradient: it stays on one device; elsewhere an error names it. After its backward: stepped.
+    """Frozen in step 2 without a gradient, it is fine on one device and elsewhere an error.
 
-    Under ZeRO its momentum and weight decay would go on, and DDP waits for its gradient.
+    After its backward, it is stepped.
+
+    Under ZeRO its momentum and weight decay would continue, and DDP waits for its gradient.
     """
 
     def train(model: Any, layer: Any, optimizer: Any, backward: Any, batch: Any, steps: range) -> None:
@@ -91,7 +96,7 @@ def test_a_layer_is_frozen(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_is_replaced(path: str) -> None:
-    """After step 11: refused in the first backward that reaches the new one; so is a new parameter."""
+    """After step 11, the first backward that reaches the new layer raises an error. A new parameter does too."""
 
     def replace(net: Any) -> None:
         net[2] = torch.nn.Linear(16, 4)
@@ -103,7 +108,7 @@ def test_a_layer_is_replaced(path: str) -> None:
         with running(path) as accelerator:
             net = make_net()
             model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            for i in range(11):  # more than the first ones, which are all looked at
+            for i in range(11):  # more than the first ones, which are all checked
                 take_steps(accelerator, model, optimizer, [i])
             change(net)
             for _ in range(2):
@@ -112,7 +117,7 @@ def test_a_layer_is_replaced(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_clipping_comes_too_late(path: str) -> None:
-    """After the step: named; what the configuration says of clipping, and the window's size, hold on."""
+    """After the step, it is an error. The configuration's clipping and the window's size are unchanged."""
     with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -129,7 +134,7 @@ def test_clipping_comes_too_late(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_schedule_comes_after_its_section_runs(path: str) -> None:
-    """A placeholder takes over from the section's schedule, which stepped by itself; a real one is refused."""
+    """A placeholder takes over from the section's schedule, which stepped automatically. A real schedule is refused."""
     sections: list[dict[str, Any]] = [
         {"type": "ExponentialLR", "params": {"gamma": 0.5}},
         {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 3}},
@@ -162,7 +167,7 @@ def test_a_schedule_comes_after_its_section_runs(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_the_loader_comes_after_its_model(path: str) -> None:
-    """Where it makes the configuration mean another accumulation, or another micro-batch, it is refused or said."""
+    """If it changes the meaning of the configuration's accumulation or micro-batch, it is refused or logged."""
     data = torch.randn(32, 8)
     micro = {"train_micro_batch_size_per_gpu": 8}
     for deepspeed, kind, words in (
@@ -177,7 +182,7 @@ def test_the_loader_comes_after_its_model(path: str) -> None:
                 loader: Any = DataLoader(data, batch_size=2, shuffle=shuffles)
                 if shuffles:
                     raised(kind, *words, by=functools.partial(accelerator.prepare, loader))
-                else:  # it may be one for evaluation
+                else:  # it may be a loader for evaluation
                     accelerator.prepare(loader)
                     first = accelerator.is_main_process
             assert shuffles or all((word in said.getvalue()) is first for word in words), said.getvalue()
@@ -190,7 +195,7 @@ def test_the_loader_comes_after_its_model(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_schedule_is_prepared_once(path: str) -> None:
-    """The second time it would advance twice per step: named, for a real one and for a placeholder."""
+    """A schedule prepared twice would advance twice per step. The error covers real schedules and placeholders."""
     for build, words in (
         (lambda sgd: LambdaLR(sgd, lambda step: 1.0), "use the object that it returned"),
         (DummyScheduler, "use the scheduler of the first call"),
@@ -205,7 +210,7 @@ def test_a_schedule_is_prepared_once(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_a_loss_that_is_none(path: str) -> None:
-    """A dict, a tuple, a number, several elements, no graph: each is named with what to pass; nothing is counted."""
+    """For a dict, a tuple, a number, several elements or no graph, the error says what to pass. Nothing is counted."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -228,7 +233,7 @@ def test_a_loss_that_is_none(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_an_optimizer_that_needs_a_closure(path: str) -> None:
-    """LBFGS computes losses within its step: refused where it is prepared, before anything is built."""
+    """LBFGS computes losses within its step. `prepare` refuses it before it builds anything."""
     for through_schedule in (False, True):
         with running(path) as accelerator:
             net = make_net()
@@ -239,7 +244,10 @@ def test_an_optimizer_that_needs_a_closure(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_sparse_gradients(path: str) -> None:
-    """DeepSpeed has none: refused at `prepare`, naming the layer. Elsewhere they train; a frozen one is no matter."""
+    """DeepSpeed has none, so `prepare` refuses them and names the layer. Elsewhere they train.
+
+    A frozen layer is fine.
+    """
     for trained in (True, False):
         with running(path) as accelerator:
             net = nn.Sequential(nn.Embedding(10, 8, sparse=True), make_net())
@@ -257,7 +265,7 @@ def test_sparse_gradients(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_scripted_modules(path: str) -> None:
-    """What torch.jit makes takes no hooks: refused at `prepare` under ZeRO, a part too; elsewhere it trains."""
+    """torch.jit's modules take no hooks. Under ZeRO `prepare` refuses them, also as a part. Elsewhere they train."""
     for whole in (True, False):
         with running(path) as accelerator, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's own
@@ -277,7 +285,7 @@ def test_scripted_modules(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_a_forward_that_scales_weights(path: str) -> None:
-    """`Embedding(max_norm=…)` writes into its weights: ZeRO would lose that, DDP's processes would differ."""
+    """`Embedding(max_norm=…)` writes into its weights: ZeRO would lose the change, and DDP's processes would differ."""
     for trained in (True, False):
         with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
             net = nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), make_net())
@@ -294,7 +302,10 @@ def test_a_forward_that_scales_weights(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_hooks_that_change_gradients(path: str) -> None:
-    """A step_pre_hook that does is warned of under ZeRO, whose gradients it does not see; elsewhere it is applied."""
+    """A step_pre_hook that changes them is warned about under ZeRO, whose gradients it does not see.
+
+    Elsewhere it applies.
+    """
     plain, sgd = net_and_sgd()
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
         net = make_net()
@@ -317,7 +328,7 @@ def test_hooks_that_change_gradients(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_copy_of_a_model_that_trains(path: str) -> None:
-    """An averaged model starts as `copy.deepcopy` of the module: it holds nothing of the engine, and computes."""
+    """`copy.deepcopy` of the module starts an averaged model. The copy holds nothing of the engine, and computes."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -330,7 +341,7 @@ def test_a_copy_of_a_model_that_trains(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_sparse_gradients_of_a_function(path: str) -> None:
-    """Those of `embedding(…, sparse=True)` are seen in the training only: an error that says so, where they fail."""
+    """`embedding(…, sparse=True)` shows only during training. If sparse gradients fail there, an error says so."""
 
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -357,7 +368,7 @@ def test_sparse_gradients_of_a_function(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
-    """In three calls, schedule, model, optimizer: the schedule has told of the optimizer, which its call returns."""
+    """In three calls, schedule, model, optimizer, the schedule reveals the optimizer, and the last call returns it."""
     plain, sgd = net_and_sgd()
     schedule: Any = LambdaLR(sgd, lambda step: 0.5**step)
     for i in range(3):
@@ -382,8 +393,11 @@ def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_hooks_around_a_step(path: str) -> None:
-    """Registered on the optimizer before or after `prepare`, they run once for each step; post hooks not if skipped."""
-    for build in (torch.optim.SGD, torch.optim.AdamW):  # the second becomes a kernel of DeepSpeed's under offload
+    """Registered on the optimizer before or after `prepare`, they run once per step.
+
+    Skipped steps run no post hooks.
+    """
+    for build in (torch.optim.SGD, torch.optim.AdamW):  # under offload, the second is replaced by DeepSpeed's kernel
         with running(path) as accelerator:
             net = make_net()
             first, second = list(net.parameters())[:2], list(net.parameters())[2:]
@@ -408,7 +422,7 @@ def test_hooks_around_a_step(path: str) -> None:
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As lookahead wrappers are written: what the inner optimizer has, and no call of `Optimizer.__init__`."""
+    """A lookahead-style wrapper: has the inner optimizer's attributes and never calls `Optimizer.__init__`."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -423,7 +437,7 @@ class Wrapped(torch.optim.Optimizer):
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_wrapper_without_torchs_constructor(path: str) -> None:
-    """It steps where the model is whole, hooks included; where ZeRO partitions it, it is refused by name."""
+    """It steps an unpartitioned model, hooks included. If ZeRO partitions the model, it is refused by name."""
     plain, sgd = net_and_sgd()
     loss_of(plain, global_batch(0)).backward()
     sgd.step()
@@ -444,9 +458,9 @@ def test_a_wrapper_without_torchs_constructor(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_gradients_that_the_script_sets(path: str) -> None:
-    """`p.grad` set between backward and step is what DDP, one device and stages 0 and 1 step by; else an error.
+    """DDP, one device and stages 0 and 1 step by a `p.grad` set between backward and step. Elsewhere it is an error.
 
-    What the error advises, a hook that returns the gradient, counts on every path.
+    The error's advice, a hook that returns the gradient, works on every path.
     """
     with running(path) as accelerator:
         net = make_net()
@@ -480,7 +494,7 @@ def test_gradients_that_the_script_sets(path: str) -> None:
         before = weights(accelerator, model)
         accelerator.backward(loss_of(model, own_batch(0)))
         for p in net.parameters():
-            if path == "zero3":  # of which one process has no whole parameter
+            if path == "zero3":  # one process has no unpartitioned parameter
                 with contextlib.suppress(RuntimeError):
                     p.grad = torch.ones_like(p)
             else:
@@ -495,12 +509,12 @@ def test_gradients_that_the_script_sets(path: str) -> None:
         optimizer.zero_grad()
         for p in net.parameters():
             p.grad = torch.ones_like(p)
-        raised(LoopError, by=optimizer.step)  # no backward has told of them
+        raised(LoopError, by=optimizer.step)  # no backward has marked them yet
 
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_an_optimizer_that_is_made_later(path: str) -> None:
-    """Of the prepared model's parameters, and not prepared: under ZeRO it would step by partial gradients, or none."""
+    """An unprepared optimizer of the prepared model's parameters would step by partial or no gradients under ZeRO."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -519,7 +533,7 @@ def test_an_optimizer_that_is_made_later(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero1", "zero2", "zero3", "zero2-cpu", daily=("zero3", "zero2-cpu"))
 def test_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
-    """`zero_allow_untested_optimizer: false` is obeyed: an error at the key that names the optimizer."""
+    """`zero_allow_untested_optimizer: false` is obeyed: an error at the key names the optimizer."""
     with running(path, deepspeed={"zero_allow_untested_optimizer": False}) as accelerator:
         net = make_net()
         nadam = torch.optim.NAdam(net.parameters())
@@ -532,7 +546,7 @@ def test_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero2", "zero3", daily="zero3")
 def test_a_key_that_the_engine_would_fail_at(path: str) -> None:
-    """It is an error at the key, with what to do, before an engine is built."""
+    """The error comes before an engine is built, at the key, with the fix."""
     with running(path, deepspeed={"checkpoint": {"writer": {"type": "FAST"}}}) as accelerator:
         net, sgd = net_and_sgd()
         words = ("checkpoint.writer", "CROSS_SIZE", "save_state()")
@@ -541,7 +555,10 @@ def test_a_key_that_the_engine_would_fail_at(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("single", "zero3", "zero2-cpu"))
 def test_a_step_that_one_process_leaves_out(path: str) -> None:
-    """An error, under DDP at a later backward, since nobody waits for it; where all leave it out, nothing is wrong."""
+    """It is an error, under DDP at a later backward, since no process waits for that step.
+
+    If all skip it, nothing is wrong.
+    """
     words = (
         ("backwards without a step: 0 on rank 0", "1 on rank 1")
         if path == "ddp"
@@ -565,10 +582,13 @@ def test_a_step_that_one_process_leaves_out(path: str) -> None:
                 raised(LoopError, *words, "accelerator.reduce(loss", by=train)
 
 
-# Every load of weights that are not gathered needs all processes there.
+# Every load of ungathered weights needs all processes there.
 @on_paths(*without(LOOP, "zero3"), "zero3-gathered", daily=("single", "zero0", "zero2"))
 def test_weights_that_one_process_loads(path: str) -> None:
-    """The main process alone goes back to its best weights: an error on all. What it restores in time is no mistake."""
+    """If only the main process loads its best weights, all processes raise an error.
+
+    Restoring in time is no mistake.
+    """
     for restores in (True, False):
         with running(path) as accelerator:
             net = make_net()
@@ -594,7 +614,7 @@ def test_weights_that_one_process_loads(path: str) -> None:
 
 @on_paths(*without(LOOP, "zero3"), "zero3-gathered", daily=("single", "zero1", "zero2"))
 def test_weights_that_one_process_loads_are_not_saved(path: str) -> None:
-    """Each process writes a part of its own copies: the files would hold a mixture."""
+    """Each process writes a part of its own copies, so the files would hold a mixture."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
@@ -606,14 +626,14 @@ def test_weights_that_one_process_loads_are_not_saved(path: str) -> None:
             net.load_state_dict({name: tensor * 0.5 for name, tensor in make_net().state_dict().items()})
         words = "written on some processes only", "is_main_process"
         raised(LoopError, *words, by=lambda: accelerator.save_state("a_mixture"))
-        if path != "zero3-gathered":  # the first error has taken the note of it
+        if path != "zero3-gathered":  # the first error has cleared its record
             raised(LoopError, *words, by=lambda: accelerator.save_model(model, "a_mixture"))
         assert not Path("a_mixture").exists()
 
 
 @on_paths("zero2-one-process", "zero1", "zero2", daily=("zero1", "zero2"))
 def test_a_parameter_is_replaced_in_the_forward(path: str) -> None:
-    """As a codebook that follows an average of its own: at stages 1 and 2 an error of the step that says so."""
+    """An example is a codebook that follows its own average. At stages 1 and 2 the step's error says so."""
 
     class Codebook(nn.Module):
         def __init__(self) -> None:
@@ -637,9 +657,11 @@ def test_a_parameter_is_replaced_in_the_forward(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_a_forward_with_other_parameters(path: str) -> None:
-    """Those that stage 3 has not partitioned: an error that says so; below, where they compute, nothing is said.
+    """At stage 3, parameters that it has not partitioned are an error.
 
-    So with a parametrization that comes or goes after `prepare`, torch's `functional_call`, and a copy.
+    Below stage 3 they compute, and nothing is logged.
+
+    The same holds for a parametrization added or removed after `prepare`, torch's `functional_call`, and a copy.
     """
 
     def unparametrize(net: Any) -> None:
@@ -675,7 +697,10 @@ def test_a_forward_with_other_parameters(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
-    """Each gives its parameters a gradient of its own: it trains as in plain torch, or is an error, in any bucket."""
+    """Each checkpoint gives its parameters a gradient.
+
+    It trains as in plain torch, or is an error, for any bucket size.
+    """
 
     class Repeated(nn.Module):
         def __init__(self) -> None:
@@ -711,7 +736,7 @@ def test_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_weights_that_each_process_perturbs(path: str) -> None:
-    """Sharpness-aware minimisation by each process's own gradient: no mistake, if the weights are restored."""
+    """Sharpness-aware minimisation by each process's own gradient is no mistake if the weights are restored."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

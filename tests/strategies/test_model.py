@@ -1,4 +1,4 @@
-"""Models of every kind on every path: tied and frozen weights, buffers, evaluation alone, and how weights come out."""
+"""Models of every kind on every path: tied and frozen weights, buffers, evaluation only, and how weights are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 
 class Tied(nn.Module):
-    """A weight under two names, a frozen layer, and buffers of which one is not saved."""
+    """A weight under two names, a frozen layer, and buffers, one of which is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _train(accelerator: Any, model: Any, optimizer_of: Callable[[Any], Any] = _s
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_tied_and_frozen_weights(path: str) -> None:
-    """They train as in plain torch; the frozen layer is bitwise what it was, also where the optimizer holds it."""
+    """They train as in plain torch. The frozen layer is bitwise unchanged, also if the optimizer holds it."""
 
     def all_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -80,7 +80,7 @@ def test_tied_and_frozen_weights(path: str) -> None:
 
 
 class Shapes(nn.Module):
-    """A parameter of no dimension, as CLIP's logit_scale, and a convolution whose weights are in channels_last.
+    """A zero-dimensional parameter, like CLIP's logit_scale, and a convolution with weights in channels_last.
 
     Its only buffer is a table of positions as PyTorch's tutorial on Transformers makes it.
     """
@@ -98,9 +98,9 @@ class Shapes(nn.Module):
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_parameters_of_any_shape(path: str) -> None:
-    """One of no dimension and one that is not contiguous train as in plain torch, keep their shape, and can be set.
+    """Zero-dimensional and non-contiguous parameters train as in plain torch, keep their shape, and can be set.
 
-    A buffer in which a dimension of one element has a stride of its own is no hindrance.
+    A buffer whose dimension of one element has an unusual stride causes no error.
     """
     with running(path) as accelerator:
         model, _ = _train(accelerator, Shapes())
@@ -114,7 +114,7 @@ def test_parameters_of_any_shape(path: str) -> None:
 
 @on_paths("zero1")
 def test_deepspeed_itself_is_as_it_was(path: str) -> None:
-    """What a script builds with DeepSpeed beside ours is DeepSpeed's own."""
+    """Objects that a script builds with DeepSpeed alongside ours are DeepSpeed's own."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops import __compatible_ops__ as compatible
     from deepspeed.runtime import bf16_optimizer, utils
@@ -130,7 +130,7 @@ def test_deepspeed_itself_is_as_it_was(path: str) -> None:
 
 @on_paths("zero3")
 def test_linear_layers_are_torchs_after_the_last_engine(path: str) -> None:
-    """DeepSpeed replaces `functional.linear` for the whole process: its function stays as long as an engine needs it.
+    """DeepSpeed replaces `functional.linear` for the whole process. Its function stays as long as an engine needs it.
 
     `torch.func` does not know it.
     """
@@ -152,7 +152,7 @@ def test_linear_layers_are_torchs_after_the_last_engine(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_state_dict(path: str) -> None:
-    """`get_state_dict` is the module's own on the main process, in host memory and apart; None on the others."""
+    """`get_state_dict` gives the main process the module's own, copied to CPU memory. It gives the others None."""
     with running(path) as accelerator:
         model, _ = _train(accelerator, Tied())
         state = accelerator.get_state_dict(model)
@@ -169,7 +169,10 @@ def test_state_dict(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero0", "zero3"))
 def test_unwrap_model(path: str) -> None:
-    """The user's own object comes back, from the prepared model and from itself; a stranger passes."""
+    """The prepared model and the object itself unwrap to the user's own object.
+
+    A foreign object is returned unchanged.
+    """
     with running(path) as accelerator:
         own, stranger = Tied(), make_net()
         model, _ = _train(accelerator, own)
@@ -180,7 +183,10 @@ def test_unwrap_model(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_attributes_of_the_module(path: str) -> None:
-    """What the user's class has, the prepared model has: a configuration, a `generate`; what it has not is an error."""
+    """The prepared model has the attributes of the user's class, such as a configuration or `generate`.
+
+    Others are errors.
+    """
 
     class Generating(nn.Linear):
         words = ("a", "b")
@@ -201,7 +207,7 @@ def test_attributes_of_the_module(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_evaluation_without_an_optimizer(path: str) -> None:
-    """A model that is not trained computes as plain torch does, and its weights come out."""
+    """An untrained model computes as plain torch does, and its weights can be read."""
     with running(path) as accelerator:
         plain = Tied().eval()
         model = accelerator.prepare(Tied())
@@ -214,9 +220,9 @@ def test_evaluation_without_an_optimizer(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero0", "zero3"))
 def test_inference_mode(path: str) -> None:
-    """A model evaluated inside `torch.inference_mode`, before training and between backward and step, trains on.
+    """A model evaluated inside `torch.inference_mode`, before training and between backward and step, still trains.
 
-    At stage 3 the weights that such a forward gathers are not kept for the next one, of the module itself too.
+    At stage 3, weights gathered for this forward are not kept for the next one. This includes the module itself.
     """
     plain = make_net()
     expected = _sgd(plain)
@@ -242,7 +248,7 @@ def test_inference_mode(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_a_teacher_beside_a_student(path: str) -> None:
-    """Distillation: one model trains against another that is only evaluated; backward needs no `model`."""
+    """In distillation one model trains against another that is only evaluated. backward needs no `model`."""
     plain, teacher = make_net(), make_net()
     for p in teacher.parameters():
         p.data.mul_(2)
@@ -267,7 +273,7 @@ def test_a_teacher_beside_a_student(path: str) -> None:
 
 
 class Normed(nn.Module):
-    """Running statistics, a buffer that each process would draw for itself, and one that no checkpoint has."""
+    """Running statistics, a buffer that each process would draw for itself, and a buffer that no checkpoint has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +288,7 @@ class Normed(nn.Module):
 
 
 def _train_normed_plainly() -> Normed:
-    """As DDP does: each process normalises its own batch, and the statistics are those of the first process."""
+    """Train like DDP: each process normalises its own batch, and the statistics are the first process's."""
     model, world = Normed(), dist.get_world_size()
     model.drawn.fill_(2.0)
     optimizer = _sgd(model)
@@ -302,7 +308,7 @@ def _train_normed_plainly() -> Normed:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_batch_norm(path: str) -> None:
-    """Running statistics are the first process' everywhere, at once, and come out so; so are all persistent buffers.
+    """Every process immediately has the first process's running statistics and persistent buffers, and saves have them.
 
     At stages 0 to 2 a forward on one process alone works.
     """
@@ -334,7 +340,7 @@ def test_batch_norm(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_16_bit_weights(path: str) -> None:
-    """Under bf16, ZeRO's weights are bf16 and DDP's fp32; integer buffers and inputs keep their type."""
+    """Under bf16, ZeRO's weights are bf16 and DDP's fp32. Integer buffers and inputs keep their dtype."""
 
     class Lookup(nn.Module):
         def __init__(self) -> None:
@@ -366,7 +372,7 @@ def test_16_bit_weights(path: str) -> None:
 
 @on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_a_16_bit_checkpoint(path: str) -> None:
-    """A model that comes in bf16, with a frozen layer, trains in fp32 where no mixed precision is asked for."""
+    """A bf16 model with a frozen layer trains in fp32 if no mixed precision is configured."""
 
     def halved() -> nn.Module:
         return Tied().to(torch.bfloat16)
@@ -380,7 +386,7 @@ def test_a_16_bit_checkpoint(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_overflow_skips_the_step(path: str) -> None:
-    """fp16: an infinite gradient changes no weight and no schedule, and halves the scale as DeepSpeed's rule says."""
+    """In fp16, an infinite gradient changes no weight and no schedule, and halves the scale by DeepSpeed's rule."""
     with running(path, mixed_precision="fp16") as accelerator:
         model = make_net()
         sgd = _sgd(model)
@@ -390,7 +396,7 @@ def test_overflow_skips_the_step(path: str) -> None:
         before, scale = weights(accelerator, model), session.loss_scale
         assert scale > 1
         for clips in (False, True):
-            # One process' overflow is everybody's.
+            # One process's overflow counts for all.
             factor = float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 1.0
             accelerator.backward(loss_of(model, own_batch(0)) * factor)
             if clips:

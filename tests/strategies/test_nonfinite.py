@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: skipped on every path, in every precision, and never for ever."""
+"""Steps with non-finite gradients are skipped on every path, in every precision, and never forever."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from zero_plugin.loop.clip import clip
 
 
 def _issued_operations() -> int:
-    """Operations that this process has given to all of its groups."""
+    """Count the operations that this process has given to all of its groups."""
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
 def _poisoned(model: Any, step: int, value: float = float("nan")) -> Tensor:
-    """A loss that is finite on all processes but the last, where it is `value`."""
+    """Return a loss that is finite on all processes except the last, where it is `value`."""
     last = dist.get_rank() == dist.get_world_size() - 1
     return loss_of(model, own_batch(step)) * (value if last else 1.0)
 
@@ -54,7 +54,7 @@ def _prepared(accelerator: Any, **arguments: Any) -> tuple[Any, Any, Any]:
 
 @on_paths(*ALL, daily=("ddp", "zero0", "zero2", "zero2-cpu", "zero3-cpu"))
 def test_a_step_that_is_not_finite_is_skipped(path: str) -> None:
-    """fp32 and bf16, nan and inf, clipped, measured or neither: weights, momenta and schedule stay; it is said once."""
+    """In fp32 and bf16, with nan and inf, clipped or not: weights, momenta and schedule stay. One line is logged."""
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision) as accelerator:
             model, optimizer, schedule = _prepared(accelerator)
@@ -93,7 +93,7 @@ def test_a_step_that_is_not_finite_is_skipped(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_process_leaves_out_the_step_that_others_skip(path: str) -> None:
-    """Under DDP a script may look at its own loss: nothing that the first steps compare waits for a step of it."""
+    """Under DDP a script may check its own loss. The first steps' comparisons wait for no step of this process."""
     with running(path) as accelerator:
         model, optimizer, schedule = _prepared(accelerator)
         for step in range(4):
@@ -110,7 +110,7 @@ def test_a_process_leaves_out_the_step_that_others_skip(path: str) -> None:
 
 @on_paths(*ALL, daily=("ddp", "zero0", "zero2"))
 def test_the_run_stops_after_many_skips(path: str) -> None:
-    """With a LoopError that names the first parameter whose gradient is not finite, on every process."""
+    """A LoopError on every process names the first parameter whose gradient is not finite."""
 
     class Poisoned(nn.Module):
         def __init__(self) -> None:
@@ -147,7 +147,7 @@ def test_the_run_stops_after_many_skips(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_the_number_of_skips(path: str) -> None:
-    """18 in a row by default, as many as the scale of fp16 has halvings, and what the section's numbers make of it."""
+    """The default is 18 in a row, the number of halvings of fp16's scale. The section's numbers change it."""
     with running(path) as accelerator:
         _, optimizer, _ = _prepared(accelerator)
         assert optimizer.session.most_skips == 18
@@ -171,7 +171,7 @@ def test_the_number_of_skips(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_unchecked_bf16_applies(path: str) -> None:
-    """`bf16.check_grad_overflow: false` asks for it: the gradients are applied as they are."""
+    """With `bf16.check_grad_overflow: false` the gradients are applied unchecked."""
     section = {"bf16": {"enabled": True, "check_grad_overflow": False}}
     with running(path, deepspeed=section) as accelerator:
         model, optimizer, _ = _prepared(accelerator)
@@ -183,7 +183,7 @@ def test_unchecked_bf16_applies(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_unchecked_fp32_applies(path: str) -> None:
-    """The same key turns the look off without ZeRO in fp32, and no line says that it has no effect."""
+    """Without ZeRO in fp32, the same key turns off the check, and no line says that the key has no effect."""
     section = {"bf16": {"check_grad_overflow": False}}
     with listening() as messages, running(path, deepspeed=section, mixed_precision="no") as accelerator:
         net = make_net()
@@ -197,7 +197,10 @@ def test_unchecked_fp32_applies(path: str) -> None:
 
 @on_paths("single")
 def test_sparse_gradients_are_looked_at(path: str) -> None:
-    """An embedding with sparse gradients trains, and is skipped like any other; a fused kernel's refusal is torch's."""
+    """An embedding with sparse gradients trains, and is skipped like any other.
+
+    A fused kernel refuses it with torch's error.
+    """
     with running(path) as accelerator:
         model: Any = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
@@ -224,7 +227,7 @@ FUSED: dict[str, Build] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, lr_decay=0.1, fused=True),
 }
-# A factor of each step's loss, and the norm at which its gradients are clipped.
+# Factors of the steps' losses, and the norm at which gradients are clipped.
 FACTORS: list[tuple[float, float | None]] = [
     *((math.nan, None), (1.0, None), (math.inf, None), (1.0, 0.1), (math.nan, 0.1)),
     *((1.0, math.inf), (math.inf, 0.1), (math.inf, math.inf), (1.0, 0.1), (1.0, 100.0)),
@@ -232,7 +235,7 @@ FACTORS: list[tuple[float, float | None]] = [
 
 
 def _train_plainly(build: Build, precision: str) -> nn.Module:
-    """The applied steps of `FACTORS` in plain torch on the batches of all processes, without the skipped ones."""
+    """Return the weights after the applied steps of `FACTORS` in plain torch, on the batches of all processes."""
     plain = make_net()
     optimizer = build(plain.parameters())
     for step, (factor, limit) in enumerate(FACTORS):
@@ -249,7 +252,10 @@ def _train_plainly(build: Build, precision: str) -> nn.Module:
 
 @on_paths("single", "ddp")
 def test_a_fused_optimizer_skips_on_the_device(path: str) -> None:
-    """Nothing is read for a step, clipped or not, until somebody asks; it is plain torch's, or changes nothing."""
+    """The CPU reads no result of a step, clipped or not, until code asks.
+
+    A step is plain torch's or changes nothing.
+    """
     for precision in ("no", "bf16"):
         for name, build in FUSED.items():
             with running(path, mixed_precision=precision) as accelerator, listening() as messages:
@@ -266,7 +272,7 @@ def test_a_fused_optimizer_skips_on_the_device(path: str) -> None:
                             norm = accelerator.clip_grad_norm_(model.parameters(), limit)
                         optimizer.step()
                         optimizer.zero_grad()
-                    # A fused SGD begins its momentum with what it steps by, so that it must not skip there itself.
+                    # A fused SGD sets its momentum to its first step's gradient. The kernel's own skip is unsafe there.
                     assert reads.count == (name == "SGD with momentum" and step < 2), (name, step)
                     skipped = not math.isfinite(factor)
                     assert optimizer.step_was_skipped is skipped, (name, step)
@@ -298,7 +304,7 @@ def _steps(accelerator: Any, model: Any, optimizer: Any, factors: Iterator[float
 
 @on_paths("single", "ddp")
 def test_what_nobody_asks_is_read_one_step_later(path: str) -> None:
-    """A step counts the one before it, whose skip is logged then; a prepared scheduler asks at each step."""
+    """A step counts the one before it and logs its skip then. A prepared scheduler asks at each step."""
     for scheduled in (False, True):
         with running(path) as accelerator, listening() as messages:
             net = make_net()
@@ -319,7 +325,7 @@ def test_what_nobody_asks_is_read_one_step_later(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_fused_optimizer_stops_the_run(path: str) -> None:
-    """In the very step that is one skip too many, and the parameter is named, though nobody has asked before."""
+    """It stops in the very step that is one skip too many, and names the parameter, though no code asked before."""
     with running(path) as accelerator:
         net: Any = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
@@ -339,7 +345,7 @@ def test_a_fused_optimizer_stops_the_run(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_who_needs_the_answer_within_the_step(path: str) -> None:
-    """What is to be called after applied steps alone, and the loss scale of fp16, have it at once."""
+    """Calls made after applied steps only, and the loss scale of fp16, get the answer immediately."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
@@ -359,7 +365,7 @@ def test_who_needs_the_answer_within_the_step(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_pending_skip_is_counted_in_the_end(path: str) -> None:
-    """It is logged where the training ends, or the memory is released, right after it."""
+    """Its skip is logged immediately after the training ends or the memory is released."""
     for end in ("end_training", "free_memory"):
         with running(path) as accelerator, listening() as messages:
             net = make_net()
@@ -374,7 +380,10 @@ def test_a_pending_skip_is_counted_in_the_end(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_a_checkpoint_has_the_counts_of_a_pending_step(folder: Path, path: str) -> None:
-    """Right after a step of which nobody has asked; and what is pending at a load is not counted on its numbers."""
+    """This holds right after a step that no code asked about.
+
+    Loading does not count a pending step on the loaded numbers.
+    """
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
@@ -391,7 +400,7 @@ def test_a_checkpoint_has_the_counts_of_a_pending_step(folder: Path, path: str) 
 
 @on_paths("single", "ddp")
 def test_what_runs_around_a_step_is_not_run_for_a_skipped_one(path: str) -> None:
-    """Hooks of the optimizer and of all optimizers, a replaced `step`, a subclass: there each step asks first."""
+    """With hooks of one or all optimizers, a replaced `step` or a subclass, each step asks first."""
     seen: list[str] = []
 
     class Own(torch.optim.AdamW):

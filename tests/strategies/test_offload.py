@@ -1,4 +1,4 @@
-"""Where the bytes live: the device of every state, the NVMe files and their size, and their end."""
+"""The bytes' places: the device of every state, and the NVMe files with their sizes and removal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zero_plugin import Accelerator, DeepSpeedPlugin
 
 
 def own_elements() -> dict[str, int]:
-    """Elements of each parameter's partition on one process."""
+    """Count the elements of each parameter's partition on one process."""
     return {n: -(-p.numel() // dist.get_world_size()) for n, p in wide_net().named_parameters()}
 
 
 def padded(elements: int) -> int:
-    """fp32 bytes of a swapped sub-group: the files are written in blocks of 1 KiB."""
+    """Return the fp32 bytes of a swapped sub-group. The files are written in blocks of 1 KiB."""
     return -(-elements * 4 // 1024) * 1024
 
 
@@ -33,7 +33,7 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 @in_processes(2)
 def test_cpu_offload_of_the_optimizer(folder: Path) -> None:
-    """Stage 2 + CPU: masters and moments of half the elements are in host memory, updated by the CPU kernel."""
+    """Stage 2 + CPU: masters and moments of half the elements are in CPU memory, and the CPU kernel updates them."""
     with running("zero2-cpu", mixed_precision="bf16") as accelerator:
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer, 0)
@@ -53,7 +53,7 @@ def test_cpu_offload_of_the_optimizer(folder: Path) -> None:
 
 @in_processes(2)
 def test_cpu_offload_of_both(folder: Path) -> None:
-    """Stage 3 + CPU of both: partitions, masters and moments are in host memory, and no file is written."""
+    """Stage 3 + CPU of both: partitions, masters and moments are in CPU memory, and no file is written."""
     with running("zero3", deepspeed=zero3(folder, optimizer="cpu", param="cpu"), mixed_precision="bf16") as accelerator:
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer, 0)
@@ -75,7 +75,7 @@ def test_cpu_offload_of_both(folder: Path) -> None:
 
 @in_processes(2)
 def test_nvme_files_hold_every_state(folder: Path) -> None:
-    """Stage 3 + NVMe of both: weights in the model's type, fp32 masters, two moments and gradients, of exact size."""
+    """Stage 3 + NVMe of both: weights in the model's dtype, fp32 masters, two moments and gradients, of exact size."""
     for precision, name, width in (("no", "float32params", 4), ("bf16", "bfloat16params", 2)):
         config = zero3(folder, optimizer="nvme", param="nvme")
         with running("zero3", deepspeed=config, mixed_precision=precision) as accelerator:
@@ -92,7 +92,7 @@ def test_nvme_files_hold_every_state(folder: Path) -> None:
                 "exp_avg_sq": whole,
                 "gradient": weight * 4,
             }
-            # Nothing of it is left in memory.
+            # None of it remains in memory.
             wrapper = optimizer.session.engine.optimizer
             assert [t.numel() for t in wrapper.fp32_partitioned_groups_flat] == [0]
             assert list(state_tensors(optimizer)) == []
@@ -107,7 +107,7 @@ def test_nvme_files_hold_every_state(folder: Path) -> None:
 
 @in_processes(2)
 def test_nvme_paths_of_a_plugin(folder: Path) -> None:
-    """`DeepSpeedPlugin`'s NVMe paths arrive: files are written there, beside what its dict says of the rest."""
+    """`DeepSpeedPlugin`'s NVMe paths take effect: files are written there, with the other settings of its dict."""
     section = {"stage3_param_persistence_threshold": 0, "offload_param": {"max_in_cpu": 0, "buffer_size": 2_000_000}}
     plugin = DeepSpeedPlugin(
         {"zero_optimization": section},
@@ -129,7 +129,7 @@ def test_nvme_paths_of_a_plugin(folder: Path) -> None:
 
 @in_processes(2)
 def test_nvme_optimizer_without_parameters(folder: Path) -> None:
-    """`offload_param: cpu` with an NVMe optimizer: only states are files, the weights stay in host memory."""
+    """`offload_param: cpu` with an NVMe optimizer: only states are files, and the weights stay in CPU memory."""
     with running("zero3", deepspeed=zero3(folder, optimizer="nvme", param="cpu")) as accelerator:
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer, 0)
@@ -149,7 +149,7 @@ def test_nvme_optimizer_without_parameters(folder: Path) -> None:
 
 @in_processes(2)
 def test_gradients_go_to_nvme_by_sub_groups(folder: Path) -> None:
-    """A device holds one sub-group's gradients in fp32 at a time, not all of them until the last has come."""
+    """A device holds one sub-group's fp32 gradients at a time, not all of them until the last one is ready."""
     config = zero3(folder, optimizer="nvme", param="cpu")
     config["zero_optimization"]["sub_group_size"] = 400_000
     torch.manual_seed(5)
@@ -168,14 +168,14 @@ def test_gradients_go_to_nvme_by_sub_groups(folder: Path) -> None:
         wrapper.optimizer_swapper.swap_out_gradients = record
         train(accelerator, model, optimizer, 0)
         known = [sum(map(len, wrapper.fp16_groups[: count + 1])) for count in range(len(lengths))]
-        large = [found for found in zip(known, lengths, strict=True) if found[1] * 4 >= 2**20]  # else not written
+        large = [found for found in zip(known, lengths, strict=True) if found[1] * 4 >= 2**20]  # otherwise not written
         assert len(large) == 3
         assert written == large
 
 
 @in_processes(2)
 def test_scaling_waits_for_the_copies() -> None:
-    """A GPU copies gradients to the host behind the script's back: what is multiplied has arrived."""
+    """A GPU copies gradients to the CPU asynchronously. The scaling multiplies only copies that have arrived."""
     with running("zero2-cpu") as accelerator:
         model, optimizer = prepared(accelerator)
         accelerator.backward(loss_of(model, own_batch(0)))
@@ -186,7 +186,7 @@ def test_scaling_waits_for_the_copies() -> None:
             gradient.zero_()
 
         class Copy:
-            """An event on the device, in whose place the copy itself runs late."""
+            """A replacement for a device event that runs the copy itself, late."""
 
             def synchronize(self) -> None:
                 for gradient, values in zip(kept, sent, strict=True):
@@ -200,7 +200,7 @@ def test_scaling_waits_for_the_copies() -> None:
 
 @in_processes(2)
 def test_engines_share_no_nvme_file(folder: Path) -> None:
-    """Two engines with one `nvme_path` train as each would alone; the end of one leaves the other's files."""
+    """Two engines with one `nvme_path` train as each would alone. Ending one leaves the other's files."""
     config = zero3(folder, optimizer="nvme", param="nvme")
     with running("zero3", deepspeed=config) as alone:
         model, optimizer = prepared(alone)

@@ -1,4 +1,4 @@
-"""An elementwise optimizer trains under ZeRO as in plain torch; any other is refused by name."""
+"""Elementwise optimizers train under ZeRO as in plain torch. Any other is refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "lr": 0.01}),
     "decoupled": ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
 }
-# Class, arguments, what the second of two groups has of its own, and whether DeepSpeed's CPU kernel has all of it.
+# Class, arguments, the second group's own options, and whether DeepSpeed's CPU kernel supports all of them.
 GROUPS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any], bool]] = {
     "numbers": (torch.optim.AdamW, {}, {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.3}, True),
     "L2": (torch.optim.Adam, {"weight_decay": 0.1}, {"weight_decay": 0.3}, True),
@@ -67,7 +67,7 @@ GROUPS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any], bool]] 
 
 
 class Elementwise(Optimizer):
-    """A user's own: a step along the sign of the gradient, with a group option of its own."""
+    """A user's own optimizer: a step along the gradient's sign, with its own group option."""
 
     def __init__(self, params: Any, lr: float = 1e-2, *, power: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "power": power})
@@ -80,7 +80,7 @@ class Elementwise(Optimizer):
 
 
 class LayerScaled(Optimizer):
-    """As LAMB and LARS do: the step of a tensor is as long as the tensor."""
+    """Like LAMB and LARS, makes a tensor's step as long as the tensor."""
 
     def __init__(self, params: Any, lr: float = 1e-2, scaled: bool = True) -> None:
         super().__init__(params, {"lr": lr, "scaled": scaled})
@@ -94,7 +94,7 @@ class LayerScaled(Optimizer):
 
 
 class GloballyScaled(Optimizer):
-    """As Prodigy does: one number over all tensors of the optimizer, which no process has under ZeRO."""
+    """Like Prodigy, uses one number over all tensors of the optimizer, which no process has under ZeRO."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -108,7 +108,7 @@ class GloballyScaled(Optimizer):
 
 
 class Counting(Optimizer):
-    """As schedule-free optimizers and Prodigy do: the steps are counted, each group's and all together."""
+    """Like schedule-free optimizers and Prodigy, counts the steps of each group and of all together."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "steps": 0})
@@ -126,7 +126,7 @@ class Counting(Optimizer):
 
 
 class CountingParts(Optimizer):
-    """Its step depends on how many tensors it has stepped before, which DeepSpeed's parts change."""
+    """Its step depends on how many tensors it has stepped before. DeepSpeed's partial steps change this number."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -141,7 +141,7 @@ class CountingParts(Optimizer):
 
 
 def groups_of(model: nn.Module, lr: float | None) -> list[dict[str, Any]]:
-    """Two groups, the second with its own learning rate where the optimizer's is not a tensor."""
+    """Build two groups, the second with its own learning rate unless the optimizer's is a tensor."""
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     return [{"params": first}, {"params": second} | ({} if lr is None else {"lr": lr})]
 
@@ -175,7 +175,7 @@ def _trained_plainly(build: Any, arguments: dict[str, Any], own: dict[str, Any])
 
 @on_paths("zero2", "zero2-cpu", "zero3-cpu", daily="zero2-cpu")
 def test_every_groups_options_count(path: str) -> None:
-    """What one group alone has switched on holds, also where a kernel of DeepSpeed would drop it: torch's own runs."""
+    """An option of one group holds. If DeepSpeed's kernel would drop the option, torch's own optimizer runs."""
     for label, (build, arguments, own, by_kernel) in GROUPS.items():
         wanted = _trained_plainly(build, arguments, own)
         for placeholder in (False, True):
@@ -202,7 +202,10 @@ def test_every_groups_options_count(path: str) -> None:
 
 @on_paths("zero1-cpu", "zero3-cpu", daily="zero3-cpu")
 def test_torchs_own_is_offloaded_where_the_kernel_is_not_wanted(path: str) -> None:
-    """`zero_force_ds_cpu_optimizer: false` runs torch's own and builds no op, and is logged; `true` refuses others."""
+    """`zero_force_ds_cpu_optimizer: false` runs torch's own, builds no op and is logged.
+
+    `true` refuses other optimizers.
+    """
     from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
 
     forced = {"zero_force_ds_cpu_optimizer": False}
@@ -239,9 +242,10 @@ def test_torchs_own_is_offloaded_where_the_kernel_is_not_wanted(path: str) -> No
 
 @on_paths("zero3-cpu")
 def test_a_part_that_is_not_offloaded_follows_the_schedule(path: str) -> None:
-    """With a ratio below 1 DeepSpeed steps the rest by an AdamW of its own, which has every group's present numbers.
+    """With a ratio below 1 DeepSpeed steps the rest by its own AdamW, which gets every group's current numbers.
 
-    Another algorithm is refused. The device is the CPU here, where DeepSpeed gives that AdamW nothing: it is told to.
+    Another algorithm is refused. The device here is the CPU. There DeepSpeed gives this AdamW nothing, so the test
+    forces it.
     """
     offload = {"device": "cpu", "ratio": 0.5}
     section = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20, "offload_optimizer": offload}
@@ -290,9 +294,9 @@ def test_an_own_optimizer_is_tried(path: str) -> None:
 
 @on_paths("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", daily=("zero2", "zero3-cpu"))
 def test_an_optimizer_that_counts_its_steps(path: str) -> None:
-    """A step counts once in groups, attributes and names of `state`, though DeepSpeed takes it in parts.
+    """A step counts once in groups, attributes and names of `state`, though DeepSpeed steps in parts.
 
-    What counts so that it cannot be set back is refused by name. A copy of `step` is the class's again in the end.
+    Counters that cannot be reset are refused by name. In the end, a copy of `step` is the class's again.
     """
     plain = make_net()
     expected = Counting(groups_of(plain, 0.1), lr=0.3)
@@ -315,7 +319,7 @@ def test_an_optimizer_that_counts_its_steps(path: str) -> None:
 
 @on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", daily=("ddp", "zero1", "zero2"))
 def test_states_of_the_scripts_own_optimizer(path: str) -> None:
-    """A script that halves momentum in the optimizer as it was before `prepare` halves that of the one that runs."""
+    """A script that halves momentum in the optimizer from before `prepare` halves that of the running one."""
 
     def halve(optimizer: Optimizer) -> None:
         for state in optimizer.state.values():
@@ -342,7 +346,7 @@ def test_states_of_the_scripts_own_optimizer(path: str) -> None:
 
 @on_paths("zero1", "zero2", "zero3", "zero2-cpu", daily=("zero1", "zero2"))
 def test_groups_that_are_not_stepped(path: str) -> None:
-    """An empty group that a scheduler has a rate for, or at stages 1 and 2 a frozen one: an error that says which."""
+    """An error names an empty group that a scheduler has a rate for, or at stages 1 and 2 a frozen group."""
     for frozen in (False, True):
         with running(path) as accelerator:
             model = make_net()
@@ -357,7 +361,7 @@ def test_groups_that_are_not_stepped(path: str) -> None:
 
 
 class TwoWeights(Optimizer):
-    """As schedule-free optimizers: one kind of weights to train, another to evaluate."""
+    """Like schedule-free optimizers, has one kind of weights for training and another for evaluation."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "trains": False})
@@ -386,9 +390,9 @@ class TwoWeights(Optimizer):
 
 @on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_an_optimizer_with_weights_to_evaluate(path: str) -> None:
-    """Where it steps the model's own parameters they are switched; where it steps partitions that is an error.
+    """If it steps the model's own parameters, they are switched. If it steps partitions, switching is an error.
 
-    It is tried in the mode in which it trains, which the script may enter after `prepare` only.
+    The trial uses its training mode, which the script may enter only after `prepare`.
     """
     with running(path) as accelerator:
         model = make_net()
@@ -406,7 +410,7 @@ def test_an_optimizer_with_weights_to_evaluate(path: str) -> None:
 
 @on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_what_is_not_elementwise(path: str) -> None:
-    """Refused by name at stage 1 and above, however small its steps; trained below, and where the user insists."""
+    """Stages 1 and above refuse it by name, however small its steps. Below, and if the user insists, it trains."""
 
     def adafactor(model: nn.Module) -> Optimizer:
         return torch.optim.Adafactor(model.parameters(), lr=1e-7)
@@ -442,7 +446,7 @@ def test_what_is_not_elementwise(path: str) -> None:
 
 
 class Descent(Optimizer):
-    """A user's own elementwise descent; each class below changes gradients as its docstring says."""
+    """A user's own elementwise descent. Each class below changes gradients as its docstring says."""
 
     centralizes = False
     kept: Any = ()
@@ -465,14 +469,14 @@ class Descent(Optimizer):
 
 
 class CentralizedConvolutions(Descent):
-    """Those of convolutions are centralized."""
+    """Centralizes gradients of convolutions."""
 
     def changed(self, p: Any) -> Any:
         return p.grad - p.grad.mean((1, 2, 3), keepdim=True) if p.ndim > 3 else p.grad
 
 
 class FactoredIfLarge(Descent):
-    """Those of large matrices are divided by a factored second moment, as timm's Adafactor does."""
+    """Divides large matrices' gradients by a factored second moment, like timm's Adafactor."""
 
     def changed(self, p: Any) -> Any:
         if p.ndim < 2 or min(p.shape) < 16:
@@ -482,35 +486,35 @@ class FactoredIfLarge(Descent):
 
 
 class CentralizedOnRequest(Descent):
-    """Those of matrices are centralized if an attribute says so, which is not among `defaults`."""
+    """Centralizes gradients of matrices if an attribute requests it. The attribute is not in `defaults`."""
 
     def changed(self, p: Any) -> Any:
         return p.grad - p.grad.mean(1, keepdim=True) if self.centralizes and p.ndim > 1 else p.grad
 
 
 class DecayedButSome(Descent):
-    """Weights decay, but for those whose id() is kept."""
+    """Decays all weights except those whose id() is kept."""
 
     def changed(self, p: Any) -> Any:
         return p.grad if not self.kept or id(p) in self.kept["not decayed"] else p.grad + p
 
 
 class DecayedObjects(Descent):
-    """Weights decay that are among the kept ones."""
+    """Decays the weights that are among the kept objects."""
 
     def changed(self, p: Any) -> Any:
         return p.grad + p if any(p is kept for kept in self.kept) else p.grad
 
 
 class RatesOfParameters(Descent):
-    """Each parameter may have a rate of its own."""
+    """May use an individual rate for each parameter."""
 
     def changed(self, p: Any) -> Any:
         return p.grad * getattr(p, "own_rate", 1.0)
 
 
 class LimitedNorm(Descent):
-    """The norm over all gradients is limited, to one that small gradients do not reach."""
+    """Limits the norm over all gradients, to a value that small gradients do not reach."""
 
     def changed(self, p: Any) -> Any:
         members = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -518,21 +522,21 @@ class LimitedNorm(Descent):
 
 
 class NormalizedLate(Descent):
-    """They are normalized from the 16th step on."""
+    """Normalizes gradients from the 16th step on."""
 
     def changed(self, p: Any) -> Any:
         return p.grad / p.grad.norm() if self.calls > 15 else p.grad
 
 
 class WithAnother(Descent):
-    """An attribute is another optimizer, which steps the same groups."""
+    """Has another optimizer as an attribute, which steps the same groups."""
 
     def step(self) -> None:  # type: ignore[override]
         self.inner.step()  # type: ignore[attr-defined]
 
 
 class Anchored(Descent):
-    """The constructor notes the first values, towards which weights are pulled."""
+    """Pulls weights towards their first values, which the constructor records."""
 
     def __init__(self, params: Any, lr: float = 0.1, **attributes: Any) -> None:
         super().__init__(params, lr, **attributes)
@@ -581,7 +585,7 @@ TRAINED: dict[str, Any] = {
 
 @on_paths("zero1", "zero2", "zero3", daily="zero3")
 def test_what_the_trial_sees(path: str) -> None:
-    """Rules for some shapes, norms, steps, parameters and attributes are refused; what has none of them trains.
+    """Rules for some shapes, norms, steps, parameters or attributes are refused. Optimizers without any train.
 
     The user's own optimizer takes no step.
     """
@@ -613,7 +617,7 @@ def test_what_the_trial_sees(path: str) -> None:
 
 @on_paths("zero2-cpu")
 def test_deepspeeds_own_classes_run(path: str) -> None:
-    """A DeepSpeed optimizer that the user built is taken as it is, with its arguments, and trains as torch's."""
+    """A DeepSpeed optimizer that the user built runs unchanged, with its arguments, and trains as torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}
@@ -630,7 +634,7 @@ def test_deepspeeds_own_classes_run(path: str) -> None:
 
 @in_processes(2)
 def test_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
-    """Refused with bf16 as the way out, wherever fp16 was written, before an engine exists."""
+    """It is refused before an engine exists, wherever fp16 was written. The error suggests bf16."""
     for config, arguments in (({"fp16": {"enabled": True}}, {}), ({}, {"mixed_precision": "fp16"})):
         with running("zero2", deepspeed=config, **arguments) as accelerator:
             model, sgd = net_and_sgd()
@@ -639,7 +643,10 @@ def test_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
 
 @on_paths("zero2-cpu")
 def test_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs(path: str) -> None:
-    """foreach, fused: DeepSpeed's constructor would not take them; its kernel steps, and a line says so."""
+    """DeepSpeed's constructor would refuse foreach and fused.
+
+    Its kernel steps, and a line reports the dropped options.
+    """
     for option in ("foreach", "fused"):
         section = {"type": "AdamW", "params": {"lr": 0.01, option: True}}
         with contextlib.redirect_stderr(io.StringIO()) as said, running(path, deepspeed={"optimizer": section}) as own:
@@ -654,7 +661,7 @@ def test_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs(path: s
 
 @in_processes(2)
 def test_an_optimizer_of_a_package_that_is_not_installed(folder: Path) -> None:
-    """DeepSpeed takes some from mup: without it an error names the key, where it is written, and the package."""
+    """DeepSpeed takes some optimizers from mup. The error names the key, its place, and the missing package."""
     section = {"type": "MuAdamW", "params": {"lr": 0.1}}
     with running("zero2", deepspeed={"optimizer": section}) as accelerator, pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "mup", None)

@@ -1,4 +1,4 @@
-"""What a run prints by itself."""
+"""The output that a run prints without being asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paths import loss_of, net_and_sgd, own_batch, running
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_the_output_is_the_scripts(path: str) -> None:
-    """Nothing goes to stdout, in bf16 neither; every line on stderr says who speaks."""
+    """Nothing goes to stdout, in bf16 neither. Every line on stderr names its source."""
     for precision in ("no", "bf16"):
         printed, said = io.StringIO(), io.StringIO()
         with (

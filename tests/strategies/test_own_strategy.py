@@ -1,4 +1,4 @@
-"""The strategy of docs/own-strategy.md trains as plain torch, and refuses what it cannot run with."""
+"""The strategy of docs/own-strategy.md trains as plain torch, and refuses configurations that it cannot run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 def strategy_of_the_page() -> type[TorchStrategy]:
-    """The class that the page's first block defines."""
+    """Return the class that the page's first block defines."""
     (block, *_) = re.findall(r"^```python\n(.*?)^```$", _PAGE.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(block, str(_PAGE), "exec"), names)
@@ -33,7 +33,7 @@ def strategy_of_the_page() -> type[TorchStrategy]:
 
 
 def plain_weights() -> dict[str, torch.Tensor]:
-    """The weights after the same steps in plain torch, on the batches of all processes together."""
+    """Return the weights after the same steps in plain torch, on the batches of all processes together."""
     net = make_net()
     adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for step in range(STEPS):
@@ -49,7 +49,7 @@ def plain_weights() -> dict[str, torch.Tensor]:
 
 @on_paths("single", "ddp")
 def test_the_strategy_of_the_page_trains_as_plain_torch(path: str, rank: int) -> None:
-    """With accumulation and clipping; all processes begin with the weights of rank 0, and the guards run."""
+    """This holds with accumulation and clipping. All processes begin with rank 0's weights, and the guards run."""
     with listening() as messages, running(path, strategy=strategy_of_the_page(), gradient_accumulation_steps=2) as run:
         assert run.distributed_type == ("NO" if path == "single" else "MULTI_CPU")
         net = make_net()
@@ -68,7 +68,7 @@ def test_the_strategy_of_the_page_trains_as_plain_torch(path: str, rank: int) ->
 
 
 def test_a_configuration_that_requests_deepspeed_is_refused() -> None:
-    """Two owners of one step cannot both be meant."""
+    """Only one of the two can own the step."""
     document = document_from_mapping({"deepspeed_config": {"zero_optimization": {"stage": 2}}}, "config.yaml")
     processes, settings = Processes(0, 0, 2, torch.device("cpu")), launch_settings(document)
     with pytest.raises(StrategyError, match=r"strategy=OneTensorStrategy\), but the configuration requests DeepSpeed"):

@@ -1,4 +1,4 @@
-"""What an optimizer does not hold, a loss does not reach, or the script calls past the prepared objects."""
+"""Parameters outside an optimizer, losses that miss a model, and calls past the prepared objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_an_optimizer_of_the_head(path: str) -> None:
-    """It trains as in plain torch; its norm is its parameters', given alone or with all; nothing piles up elsewhere."""
+    """It trains as in plain torch. Its norm covers its parameters, given alone or with all.
+
+    No other gradients pile up.
+    """
     plain = make_net()
     sgd = _sgd(plain[2].parameters())
     norms = []
@@ -61,7 +64,7 @@ def test_an_optimizer_of_the_head(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_a_group_joins_later(path: str) -> None:
-    """Layers thawed one after another: they train from then on; frozen ones, and any under ZeRO, are refused."""
+    """Layers thawed one after another train from then on. Frozen ones, and any under ZeRO, are refused."""
     plain = make_net()
     sgd = _sgd(plain[2].parameters())
     for step in range(4):
@@ -91,7 +94,7 @@ def test_a_group_joins_later(path: str) -> None:
 
 
 class Halving:
-    """A schedule as other libraries write them: no LRScheduler, on the optimizer that the script has built."""
+    """A schedule as other libraries write it: no LRScheduler, on the optimizer that the script built."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -102,13 +105,13 @@ class Halving:
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
-    """The same as torch's."""
+    """Build torch's schedule with the same rates."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
 @on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_schedules_that_were_not_prepared(path: str) -> None:
-    """Whether another library's or torch's, passed to `prepare` or not: it drives the optimizer that runs."""
+    """Another library's or torch's schedule drives the running optimizer, whether passed to `prepare` or not."""
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
         for own in (Halving, halving):
             with running(path) as accelerator:
@@ -129,7 +132,7 @@ def test_schedules_that_were_not_prepared(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_a_loss_of_something_else(path: str) -> None:
-    """SAC's temperature: a loss of a plain tensor leaves the model alone, and the tensor gets its gradient."""
+    """A loss of a plain tensor, like SAC's temperature, leaves the model alone, and the tensor gets its gradient."""
     with running(path) as accelerator:
         model = make_net()
         model, optimizer = accelerator.prepare(model, _sgd(model.parameters()))
@@ -153,7 +156,7 @@ def test_a_loss_of_something_else(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_a_tensor_that_is_trained_beside_a_model(path: str) -> None:
-    """SAC's temperature with its own optimizer: refused where the processes have trained it apart, and only there."""
+    """SAC's temperature with its own optimizer is refused only if the processes have trained it to different values."""
     world = dist.get_world_size()
 
     def train(how: str, accelerator: Any = None) -> tuple[Any, float]:
@@ -165,7 +168,7 @@ def test_a_tensor_that_is_trained_beside_a_model(path: str) -> None:
         own = torch.optim.SGD([temperature], lr=0.3)
         for step in range(5):
             x, y = (global_batch if accelerator is None else own_batch)(step)
-            if how == "attacks":  # a tensor that is made in each step, and trained there
+            if how == "attacks":  # a tensor that each step creates and trains
                 temperature = torch.ones(1, requires_grad=True)
                 own = torch.optim.SGD([temperature], lr=0.3)
             out = model(x)
@@ -210,7 +213,7 @@ def test_a_scaled_loss_of_something_else(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_the_given_optimizer_does_not_step(path: str) -> None:
-    """It would apply gradients that are scaled, incomplete or not there; after the training it steps again."""
+    """It would apply scaled, incomplete or missing gradients. After the training it steps again."""
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         with running(path) as accelerator:
             net = make_net()
@@ -228,7 +231,7 @@ def test_the_given_optimizer_does_not_step(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero1-cpu"))
 def test_a_direct_backward_inside_a_window(path: str) -> None:
-    """`loss.backward()` between two micro-batches is seen as well as before the first."""
+    """`loss.backward()` between two micro-batches is detected, as before the first."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
         model = make_net()
         model, _ = accelerator.prepare(model, _sgd(model.parameters()))
@@ -238,7 +241,7 @@ def test_a_direct_backward_inside_a_window(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_zero_grad_of_the_model(path: str) -> None:
-    """`model.zero_grad()` does what the optimizer's does: in a window nothing, after a backward it drops."""
+    """`model.zero_grad()` acts like the optimizer's: nothing inside a window, a drop after a backward."""
     plain = make_net()
     sgd = _sgd(plain.parameters())
     for window in ((0, 1), (3, 4)):
@@ -265,7 +268,7 @@ def test_zero_grad_of_the_model(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_weights_of_a_process(path: str) -> None:
-    """After all of that the processes hold the same."""
+    """After all of these steps the processes hold the same weights."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, _sgd(net[2].parameters()))

@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot broadcast is given another form for that alone."""
+"""Objects that DeepSpeed cannot broadcast change their form for the broadcast only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PATCHES` and `Patches`: each row is real, used and documented, and an undo restores the exact state.
+"""`PATCHES` and `Patches`: each row is real, used and documented. Undoing a patch restores the exact state.
 
 `python tests/strategies/test_patches.py` writes the rows into docs/deepspeed-internals.md.
 """
@@ -44,7 +44,7 @@ class _Owner(_Base):
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows for the classes of this file, which are undone at close, except `kept`."""
+    """Add rows for this file's classes. Closing undoes them, except `kept`."""
     owner = f"{_Owner.__module__}.{_Owner.__qualname__}"
     names = {"own": "at close", "inherited": "at close", "of_class": "after the call", "kept": "with the engine"}
     made: dict[tuple[str, str], Any] = {
@@ -117,7 +117,7 @@ def test_no_attribute_has_two_rows() -> None:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.owner}.{patch.name}")
 def test_the_owner_of_a_row_has_the_attribute(patch: Patch) -> None:
-    """Read as text if only objects have the attribute, or another module sets it."""
+    """The source is read as text if only instances have the attribute, or if another module sets it."""
     pytest.importorskip(patch.owner.split(".")[0])
     pytest.importorskip((patch.defined_in or patch.owner).split(".")[0])
     assert _find(patch.owner) is not None

@@ -1,4 +1,4 @@
-"""`stage: auto`, as ds_configs/auto.yaml has it: stated memory forces every choice, and what is chosen trains."""
+"""`stage: auto`, as in ds_configs/auto.yaml: stated memory forces every choice, and the chosen setup trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 MARGIN = 0.1
 ROOM = 64 * 2**30
 WORLD = 2
-# Without buffers and gathered weights of a fixed size, which would outweigh what the stages divide of a small model.
+# No buffers and gathered weights of fixed size. For a small model they would outweigh what the stages divide.
 SMALL = {
     "reduce_bucket_size": 1_000_000,
     "stage3_prefetch_bucket_size": 0,
@@ -36,17 +36,17 @@ SMALL = {
     "stage3_max_reuse_distance": 0,
     "overlap_comm": False,
 }
-LITTLE = 2300 * 2**20  # of host memory: what two processes take, and nothing offloaded
+LITTLE = 2300 * 2**20  # of CPU memory: enough for two processes without offload
 WAYS = ((1, "none", "none"), (2, "none", "none"), (3, "none", "none"), (3, "cpu", "cpu"))
 
 
 def make_model() -> nn.Module:
-    """Ten million parameters, which show beside the gigabyte that a process takes anyhow."""
+    """Build ten million parameters, enough to show next to the gigabyte that any process takes."""
     return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)], nn.Linear(1024, 4))
 
 
 def plan_with_room(world: int) -> Choice:
-    """What every way needs, by the same arithmetic."""
+    """Return the memory that every option needs, by the same arithmetic."""
     model = make_model()
     activations = trace_activations(model, [torch.ones(4, 1024)], "no")
     cluster = state_cluster(gpu_memory=ROOM, host_memory=ROOM, gpus=world)
@@ -93,7 +93,10 @@ def prepare(world: int, memory: int, host: int = ROOM, **zero: Any) -> tuple[Acc
     [way if way == WAYS[-1] else pytest.param(*way, marks=pytest.mark.campaign) for way in WAYS],
 )
 def test_memory_forces_every_choice(stage: int, optimizer: str, params: str) -> None:
-    """With just the memory of one way, that way is chosen of all that auto.yaml leaves open, and trains."""
+    """If memory suffices for exactly one option, the plan chooses it among all that auto.yaml leaves open.
+
+    It trains.
+    """
     way = (stage, optimizer, params)
     (found,) = (
         candidate.footprint
@@ -126,14 +129,14 @@ def test_memory_forces_every_choice(stage: int, optimizer: str, params: str) -> 
 
 @in_processes(2)
 def test_what_fits_nowhere_is_refused(folder: Path) -> None:
-    """Every process raises the same error, which names what is short and what would do."""
+    """Every process raises the same error, which names the shortage and possible fixes."""
     words = ("nothing fits", "on the device", "Any one of these changes is enough")
     raised(ConfigError, *words, by=lambda: prepare(WORLD, 1100 * 2**20, LITTLE))
 
 
 @in_processes(2)
 def test_a_model_built_before_the_plan_is_said_to_be_whole(folder: Path) -> None:
-    """init_model cannot know of a stage that prepare chooses, and says what would settle it before."""
+    """init_model cannot know a stage that prepare chooses. The message says what would settle the stage earlier."""
     accelerator = Accelerator(config={**AUTO, "num_processes": WORLD, "mixed_precision": "no", "use_cpu": True})
     with listening() as said, accelerator.init_model():
         model = nn.Linear(4, 4)
@@ -144,7 +147,7 @@ def test_a_model_built_before_the_plan_is_said_to_be_whole(folder: Path) -> None
 
 @in_processes(2)
 def test_without_a_loader_the_micro_batch_is_planned(folder: Path) -> None:
-    """Every process gets the plan's with its reason, and what the plan was made for is compared with a later loader."""
+    """Every process gets the planned value and its reason. A later loader is compared with the plan's assumptions."""
     import transformers
 
     stated = {"num_processes": WORLD, "mixed_precision": "no", "use_cpu": True, "gpu_memory": ROOM, "host_memory": ROOM}

@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out, in every precision and on every path."""
+"""Inputs and outputs of a model, in every precision and on every path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero_plugin.errors import LoopError
 
 
 class Echo(nn.Module):
-    """Returns what it saw: the types of all it was given, and tensors of every kind."""
+    """Returns its observations: the dtypes of all its inputs, and tensors of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,20 +44,20 @@ class Echo(nn.Module):
 
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_types_in_and_out(path: str) -> None:
-    """Nested and keyword inputs come in the type of computation, integers and booleans never change; fp32 comes out."""
+    """Nested and keyword inputs arrive in the compute dtype. Integers and booleans never change. Outputs are fp32."""
     computed = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for precision in ("no", "bf16") if is_zero(path) else ("no", "bf16", "fp16"):
         with running(path, mixed_precision=precision) as accelerator:
             model: Any = Echo()
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             inner = accelerator.unwrap_model(model)
-            tokens = torch.tensor([[2**24 + 1]])  # in no floating type of 32 bits or less
+            tokens = torch.tensor([[2**24 + 1]])  # not exact in any floating dtype of 32 bits or fewer
             nested = {"pair": (torch.ones(2, 4), tokens), "mask": torch.tensor([True])}
             out = model(torch.ones(2, 4), nested=nested, flag="as it is")
             seen = inner.seen
             assert seen["y"] == computed[precision]
             assert (seen["tokens"], seen["mask"]) == (torch.int64, torch.bool)
-            # Engines hold weights of that type; under autocast each operation casts for itself.
+            # Engines hold weights of that dtype. Under autocast each operation casts for itself.
             inside = computed[precision] if is_zero(path) else torch.float32
             assert (seen["x"], seen["a"]) == (inside, inside)
             assert out["y"].dtype == out["list"][0].dtype == torch.float32
@@ -71,7 +71,7 @@ def test_types_in_and_out(path: str) -> None:
 
 
 class Encoder(nn.Module):
-    """Has a method beside its forward."""
+    """Has a method in addition to its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Encoder(nn.Module):
 
 @on_paths("single", "ddp")
 def test_a_method_past_the_forward(path: str) -> None:
-    """It computes in fp32 where the forward computes in bf16, which is warned of once; not inside `autocast()`."""
+    """It computes in fp32 when the forward computes in bf16: one warning, and none inside `autocast()`."""
     x = torch.ones(2, 4)
     with running(path, mixed_precision="bf16") as accelerator, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -104,7 +104,7 @@ def test_a_method_past_the_forward(path: str) -> None:
 
 
 class Wide(nn.Module):
-    """With a parameter of another type than fp32."""
+    """Has a parameter of a dtype other than fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Wide(nn.Module):
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero2"))
 def test_wide_types(path: str) -> None:
-    """float64 and complex parameters train as in plain torch, or are refused where an engine would cut them."""
+    """float64 and complex parameters train as in plain torch, or are refused if an engine would truncate them."""
     for dtype in (torch.float64, torch.complex64):
         torch.manual_seed(1)
         net, plain = Wide(dtype), Wide(dtype)
@@ -142,7 +142,7 @@ def test_wide_types(path: str) -> None:
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradients_written_after_clipping(path: str) -> None:
-    """Are what the step applies, as in plain torch; from stage 1 on there are none to write to."""
+    """The step applies them, as in plain torch. From stage 1 on, no gradients exist to write to."""
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -177,7 +177,7 @@ class Table(nn.Module):
 
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_floating_buffers(path: str) -> None:
-    """Positions, running statistics, spectral norms: trained under bf16, or refused by name with what to write."""
+    """Positions, running statistics and spectral norms train under bf16, or are refused by name with the fix."""
 
     def make(kind: str) -> nn.Module:
         if kind == "table":
@@ -206,7 +206,10 @@ def test_floating_buffers(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_placeholders_get_fused_kernels(path: str) -> None:
-    """Adam and AdamW of a section run fused, unless the section says how; a real optimizer stays as it is."""
+    """A section's Adam and AdamW run fused unless the section sets `fused` or `foreach`.
+
+    A real optimizer is unchanged.
+    """
     for kind, params, fused in (
         ("AdamW", {}, True),
         ("Adam", {"adam_w_mode": False}, True),

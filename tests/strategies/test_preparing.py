@@ -1,4 +1,4 @@
-"""Preparing in several calls and letting go: whatever the order, the same training, or an error that names it."""
+"""Preparing in several calls and releasing: any order gives the same training, or an error that names the mistake."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def _train(accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any) 
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_the_model_comes_last(path: str) -> None:
-    """Optimizer and schedule wait for it, in either order; the schedule may be built on what `prepare` returned."""
+    """Optimizer and schedule wait for it, in either order.
+
+    The schedule may use the optimizer that `prepare` returned.
+    """
     for order in ("optimizer first", "schedule first", "on the prepared"):
         with running(path) as accelerator:
             model, sgd, schedule = _unprepared()
@@ -83,7 +86,7 @@ def test_the_model_comes_last(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_the_model_comes_first(path: str) -> None:
-    """Its optimizer joins it in a later call; under ZeRO both are partitioned at once, and the message says so."""
+    """Its optimizer joins in a later call. Under ZeRO both must be prepared in one call, and the message says so."""
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
         model, sgd, schedule = _unprepared()
         model = accelerator.prepare(model)
@@ -105,7 +108,7 @@ def test_the_model_comes_first(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_what_cannot_join(path: str) -> None:
-    """Weights that were frozen, or that DDP would have to train in 16 bits, have to be known at once."""
+    """Frozen weights, or weights that DDP would train in 16 bits, cannot join later."""
     with running(path) as accelerator:
         model = make_net()
         first = model[0].requires_grad_(False)
@@ -130,7 +133,10 @@ def test_what_cannot_join(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_an_optimizer_without_its_model(path: str) -> None:
-    """On one device it trains a model that stays as it is; elsewhere that would be another training than it seems."""
+    """On one device it trains an unchanged model.
+
+    On other paths the training would differ silently, so it is refused.
+    """
     with running(path, gradient_accumulation_steps=2) as accelerator:
         model, sgd, _ = _unprepared()
         optimizer = accelerator.prepare(sgd)
@@ -156,7 +162,7 @@ def test_an_optimizer_without_its_model(path: str) -> None:
 
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_schedule_of_another_optimizer(path: str) -> None:
-    """Beside a model it is an error; alone it waits, and the first backward says that nothing came."""
+    """Together with a model it is an error. Alone it waits, and the first backward reports the missing optimizer."""
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
         model, _, schedule = _unprepared()
         other = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -198,9 +204,9 @@ def test_memory_is_freed(path: str) -> None:
 
 @on_paths("single", "ddp")
 def test_gradients_of_a_model_alone(path: str) -> None:
-    """Prepared without an optimizer, a model's gradients are there, whole and averaged; inside `no_sync` they are not.
+    """A model prepared without an optimizer has unpartitioned, averaged gradients, which `no_sync` leaves unaveraged.
 
-    Then the loss of a model that was not prepared runs too, and stays with its process.
+    An unprepared model's loss then runs too and stays on its process.
     """
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
         plain = make_net()
@@ -236,7 +242,7 @@ def _gradients_agree(plain: nn.Module, model: nn.Module) -> bool:
 
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_modules_without_parameters(path: str) -> None:
-    """A loss that is a module, alone, with buffers, or beside the model, is prepared as any module."""
+    """A loss module is prepared like any module: alone, with buffers, or together with the model."""
     weight = torch.tensor([2.0])
     for beside in (False, True):
         with running(path) as accelerator:
@@ -255,7 +261,7 @@ def test_modules_without_parameters(path: str) -> None:
 
 @on_paths("zero1")
 def test_a_model_built_for_stage_3_is_refused_below(path: str) -> None:
-    """Its parameters are partitions: below stage 3 DeepSpeed would take them for the whole."""
+    """Its parameters are partitions. Below stage 3 DeepSpeed would take them for the complete parameters."""
     with running("zero3") as accelerator, accelerator.init_model():
         net = make_net()
     with running(path) as accelerator:

@@ -1,4 +1,4 @@
-"""The process group of a run: how long it lasts, and that another can follow it."""
+"""The process group of a run: its lifetime, and the next group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"
 
 
 def make(init_method: str, **kwargs: object) -> Accelerator:
-    """An Accelerator whose processes meet in a file, so that no port is taken."""
+    """Create an Accelerator whose processes meet in a file, so no port is taken."""
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(init_method=init_method)], **kwargs)  # type: ignore[arg-type]
 
 
 def train(accelerator: Accelerator) -> None:
-    """One step, and what only a group that works can do."""
+    """Run one step and operations that need a working group."""
     model = nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -40,7 +40,7 @@ def train(accelerator: Accelerator) -> None:
 
 @in_processes(1, 2)
 def test_trainings_one_after_another(store: str) -> None:
-    """Three trainings in one process, on ZeRO and without; each ends its group."""
+    """Three trainings run in one process, with and without ZeRO. Each ends its group."""
     for config in (None, ZERO, None):
         accelerator = make(store, config=config, cpu=None if config else True)
         assert accelerator.num_processes == PartialState().num_processes == int(os.environ["WORLD_SIZE"])
@@ -65,7 +65,7 @@ def test_two_trainings_at_once(store: str) -> None:
 
 @in_processes(1, 2)
 def test_forgotten_states_keep_the_processes(store: str) -> None:
-    """Forgetting the states keeps the processes; the next Accelerator is of the same group, and works."""
+    """Forgetting the states keeps the processes. The next Accelerator uses the same group, and works."""
     for _ in range(2):
         accelerator = make(store, cpu=True)
         accelerator.state._reset_state(reset_partial_state=True)
@@ -78,7 +78,7 @@ def test_forgotten_states_keep_the_processes(store: str) -> None:
 
 @in_processes(1, 2)
 def test_a_script_without_an_accelerator(store: str) -> None:
-    """A script that asks only who it is ends by itself, and may end its group before."""
+    """A script that only reads its rank ends cleanly, and may end its group earlier."""
     state = PartialState(cpu=True, init_method=store)
     state.wait_for_everyone()
     assert state.backend == (None if state.num_processes == 1 else "gloo")
@@ -90,7 +90,7 @@ def test_a_script_without_an_accelerator(store: str) -> None:
 
 @in_processes(1, 2)
 def test_a_group_that_torch_ends_is_followed_by_another(store: str) -> None:
-    """A script may end the group by torch's own call, as many do at their end; the next Accelerator makes another."""
+    """Many scripts end the group by torch's own call. The next Accelerator creates another group."""
     for _ in range(2):
         accelerator = make(store, cpu=True)
         train(accelerator)
@@ -99,7 +99,7 @@ def test_a_group_that_torch_ends_is_followed_by_another(store: str) -> None:
 
 
 def test_two_ranks_on_one_gpu_are_named() -> None:
-    """Found before NCCL is asked; a later group, or a restart, starts anew."""
+    """The error comes before NCCL starts. A later group, or a restart, checks again from scratch."""
     store = HashStore()
     refuse_shared_gpu(PrefixStore("0.1", store), 0, "GPU-a")
     refuse_shared_gpu(PrefixStore("0.1", store), 1, "GPU-b")
@@ -109,15 +109,18 @@ def test_two_ranks_on_one_gpu_are_named() -> None:
 
 
 def test_deepspeed_is_told_the_number_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes LOCAL_RANK for that; elsewhere it stays the rank among this machine's processes."""
+    """DeepSpeed takes LOCAL_RANK for the GPU's number.
+
+    On other devices it stays the rank among this machine's processes.
+    """
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")  # DeepSpeed compares the two
     for device, seen in (("cuda:0", "0"), ("cuda:3", "3"), ("cpu", "3")):
         with Processes(3, 3, 4, torch.device(device)).counted_by_gpu():
             assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == seen
         assert os.environ["LOCAL_RANK"] == "3"
-    monkeypatch.delenv("LOCAL_RANK")  # the script has made the group, and no launcher said anything
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # mpirun has started what started this process
+    monkeypatch.delenv("LOCAL_RANK")  # the script made the group, without a launcher
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # mpirun started this process's parent
     with Processes(3, 3, 4, torch.device("cpu")).counted_by_gpu():
         assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
     assert "LOCAL_RANK" not in os.environ

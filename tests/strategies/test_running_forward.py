@@ -1,4 +1,4 @@
-"""What the session of DeepSpeed asks of the stacks of all threads."""
+"""DeepSpeed's session inspects the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_plugin.strategies.deepspeed.explanations import runs_forward
 
 
 class Engine:
-    """Its forward asks from a thread, as autograd's for a GPU would."""
+    """An engine whose forward inspects from a thread, like autograd's thread for a GPU."""
 
     def forward(self) -> bool:
         with ThreadPoolExecutor(1) as thread:
@@ -22,7 +22,7 @@ class Engine:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_asking_keeps_nothing_of_the_functions_that_run(inside: bool) -> None:
-    """A batch is freed when its function ends, not with the next collection of cycles, as a GPU needs it."""
+    """A batch is freed when its function ends, not at the next collection of cycles, as a GPU needs it."""
 
     def train() -> weakref.ref[torch.Tensor]:
         batch, engine = torch.ones(3), Engine()

@@ -1,4 +1,4 @@
-"""Processes that would not train the same are told so before the first step: on each, with both values, at once."""
+"""Processes that would train differently get a prompt error before the first step, on each one, with both values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOON_S = 20  # far below the process group's time-out; it takes milliseconds
 
 
 def soon(kind: type[Exception], *words: str, by: Any) -> None:
-    """`by` raises, on every process, long before a time-out."""
+    """Check that `by` raises on every process, long before a time-out."""
     began = time.monotonic()
     raised(kind, *words, by=by)
     assert time.monotonic() - began < SOON_S
@@ -34,7 +34,7 @@ def soon(kind: type[Exception], *words: str, by: Any) -> None:
 
 @in_processes(2)
 def test_another_version(folder: Path) -> None:
-    """As if one machine had an older torch: the package, both versions, ranks and host."""
+    """If one machine has an older torch, the error names the package, both versions, ranks and host."""
     told = [installed_version("torch")]
     dist.broadcast_object_list(told)
     if dist.get_rank() == 1:
@@ -55,7 +55,7 @@ def test_another_version(folder: Path) -> None:
 
 @in_processes(2)
 def test_another_configuration() -> None:
-    """The key and both values; what is of one machine alone, like a folder on its disk, may differ."""
+    """The error names the key and both values. Values of one machine alone, like a folder on its disk, may differ."""
     rank = dist.get_rank()
     zero = {"stage": 2 + rank}
     config = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": {"zero_optimization": zero}}
@@ -66,7 +66,7 @@ def test_another_configuration() -> None:
 
 @in_processes(2)
 def test_another_kind_of_device() -> None:
-    """One process that sees no GPU among others that do, or the other way round."""
+    """One process sees no GPU although others do, or the reverse."""
     rank = dist.get_rank()
     processes = Processes(rank, rank, 2, torch.device(("cpu", "cuda")[rank]))
     soon(
@@ -79,7 +79,7 @@ def test_another_kind_of_device() -> None:
 
 @in_processes(2)
 def test_not_as_many_as_asked() -> None:
-    """The launcher was asked for three processes; each of the two that met says so."""
+    """The launcher was asked for three processes. Each of the two that started reports it."""
     asked = Tree({("num_processes",): Entry(3, Origin("flag", "--num_processes"))})
     os.environ[ENVIRONMENT_VARIABLE] = to_environment(Document(launch=asked))
     try:
@@ -90,7 +90,7 @@ def test_not_as_many_as_asked() -> None:
 
 @on_paths("ddp", "zero3")
 def test_another_model(path: str) -> None:
-    """Another width, a frozen layer, a dtype, a missing layer on one rank: names, values, ranks; then it trains."""
+    """Another hidden size, a frozen layer, a dtype or a missing layer: names, values, ranks. Afterwards it trains."""
     odd = dist.get_rank() == 1
     with running(path) as accelerator:
 
@@ -115,7 +115,7 @@ def test_another_model(path: str) -> None:
 
 @on_paths("zero2")
 def test_placeholders_differ(path: str) -> None:
-    """So are the arguments of a DummyOptim."""
+    """Different arguments of a DummyOptim are reported too."""
     odd = dist.get_rank() == 1
     section = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
     with running(path, deepspeed=section) as accelerator:

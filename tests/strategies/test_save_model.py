@@ -1,4 +1,4 @@
-"""`save_model` from every path: each process writes what lies in it, exactly, in the type that is asked for."""
+"""`save_model` on every path: each process writes its part, exactly, in the requested dtype."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def trained(accelerator: Accelerator, memory_format: torch.memory_format | None = None) -> tuple[Any, Any]:
-    """The net after two steps, and its optimizer."""
+    """Return the net after two steps, and its optimizer."""
     torch.manual_seed(3)
     net = Net().to(memory_format=memory_format)
     optimizer: Any = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
@@ -59,7 +59,7 @@ def trained(accelerator: Accelerator, memory_format: torch.memory_format | None 
 
 
 def saved(accelerator: Accelerator, model: Any, folder: Path, **arguments: Any) -> dict[str, Tensor]:
-    """What `save_model` wrote there, as a loader reads it; there is nothing else."""
+    """Return what a loader reads of `save_model`'s output. The folder has no other files."""
     accelerator.save_model(model, folder, **arguments)
     accelerator.wait_for_everyone()
     names = {path.name for path in folder.iterdir()} - {"resolved_config.json"}
@@ -75,7 +75,7 @@ def saved(accelerator: Accelerator, model: Any, folder: Path, **arguments: Any) 
 
 
 def masters_of(accelerator: Accelerator, folder: Path) -> dict[str, Tensor]:
-    """The optimizer's copies of the weights, from a checkpoint."""
+    """Return the optimizer's copies of the weights, from a checkpoint."""
     accelerator.save_state(folder)
     file = folder / "optimizer" / "masters.safetensors"
     found = load_file(file if file.exists() else folder / "model.safetensors")
@@ -85,10 +85,10 @@ def masters_of(accelerator: Accelerator, folder: Path) -> dict[str, Tensor]:
 
 @on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_values(path: str, folder: Path) -> None:
-    """One file or shards over an older model, every type, the trained ones alone: each is exactly what it has to be."""
+    """One file or shards over an older model, every dtype, the trained weights alone: each is exact."""
     for precision in ("no", "bf16"):
         with running(path, deepspeed=_gathering_nothing(path), mixed_precision=precision) as accelerator:
-            # DeepSpeed takes no weights but in the usual memory format.
+            # DeepSpeed takes only weights in the usual memory format.
             model, _ = trained(accelerator, None if is_zero(path) else torch.channels_last)
             wanted = weights(accelerator, model)
             assert torch.equal(wanted.pop("two.weight"), wanted["one.weight"])
@@ -119,7 +119,7 @@ def test_values(path: str, folder: Path) -> None:
 
 @on_paths("ddp", "zero3")
 def test_failure_leaves_the_model(path: str, folder: Path) -> None:
-    """Where one process cannot write, all raise with its reason, and the model that was there is as it was."""
+    """If one process cannot write, all raise with its reason, and the existing model is unchanged."""
     with running(path) as accelerator, pytest.MonkeyPatch.context() as patch:
         model, optimizer = trained(accelerator)
         before = saved(accelerator, model, folder / "saved", max_shard_size=1000)
@@ -148,7 +148,7 @@ def test_failure_leaves_the_model(path: str, folder: Path) -> None:
 
 @on_paths("zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_without_a_shared_folder(path: str, folder: Path) -> None:
-    """Where a process does not see the folder, the main one writes all, masters too; also after an error there."""
+    """If a process does not see the folder, the main one writes everything, masters too, also after an error there."""
     with running(path, mixed_precision="bf16") as accelerator, pytest.MonkeyPatch.context() as patch:
         model, _ = trained(accelerator)
         exact = saved(accelerator, model, folder / "ranges", dtype="fp32")
@@ -166,7 +166,7 @@ def test_without_a_shared_folder(path: str, folder: Path) -> None:
 
 @on_paths("zero3")
 def test_what_ranges_do_not_reach(path: str, folder: Path) -> None:
-    """Where weights cannot be told apart by ranges, they are gathered; fp32 master weights are an error."""
+    """Weights that byte ranges cannot separate are gathered. Their fp32 master weights are an error."""
     with running(path, mixed_precision="bf16") as accelerator, pytest.MonkeyPatch.context() as patch:
         model, optimizer = trained(accelerator)
         wanted = {name: tensor for name, tensor in weights(accelerator, model).items() if name != "two.weight"}
@@ -188,7 +188,7 @@ def test_what_ranges_do_not_reach(path: str, folder: Path) -> None:
 
 @on_paths("zero2-one-process", "zero2", "zero3", daily="zero3")
 def test_masters_follow_what_is_written(path: str, folder: Path) -> None:
-    """Weights that the script wrote are what `fp32` saves, and what a checkpoint holds, before the next step too."""
+    """`fp32` saves weights that the script wrote, and a checkpoint holds them, before the next step too."""
     with running(path, mixed_precision="bf16") as accelerator:
         model, _ = trained(accelerator)
         for call in ("save_model", "save_state"):
@@ -204,7 +204,7 @@ def test_masters_follow_what_is_written(path: str, folder: Path) -> None:
 
 @on_paths("zero3")
 def test_refusals(path: str, folder: Path) -> None:
-    """A file in the way is named on every process, and the run can go on."""
+    """Every process names a file in the way, and the run can continue."""
     with running(path) as accelerator:
         net = Net()
         model, _ = accelerator.prepare(net, torch.optim.SGD(net.first.parameters(), lr=0.1))
@@ -216,7 +216,7 @@ def test_refusals(path: str, folder: Path) -> None:
 
 @in_processes(2)
 def test_nvme(folder: Path) -> None:
-    """Weights on NVMe come from their masters, frozen ones and those of a model that is not trained as they are."""
+    """Trained weights on NVMe come from their masters. Frozen weights and those of untrained models are unchanged."""
     for precision in ("no", "bf16"):
         config = zero3(folder / "nvme", optimizer="nvme", param="nvme")
         with running("zero3", deepspeed=config, mixed_precision=precision) as accelerator:

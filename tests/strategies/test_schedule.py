@@ -1,4 +1,4 @@
-"""Learning rates as applied: real schedules and placeholders, both countings, every kind of hand-over."""
+"""Learning rates as applied: real schedules and placeholders, both step counts, every way of preparing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 5
 
 
 def _adamw(model: Any) -> torch.optim.Optimizer:
-    """Converted to DeepSpeed's kernel under offload; eps keeps the first steps well conditioned."""
+    """Build AdamW, which offload converts to DeepSpeed's kernel; eps keeps the first steps well conditioned."""
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
@@ -44,10 +44,10 @@ def _train(path: str, build: Callable[[Any], Any], *, counts: str, when: str, **
     """Applied rates of each step, and the final weights; `build` makes the schedule of an optimizer.
 
     Args:
-        path: where it runs.
-        build: the schedule on an optimizer, None for none.
+        path: the path to train on.
+        build: builds the schedule on an optimizer; None for no schedule.
         counts: `scheduler_counts`.
-        when: the schedule is prepared `together` with its optimizer, `later` on the prepared optimizer, or `never`.
+        when: whether the schedule is prepared `together` with its optimizer, `later` on the prepared one, or `never`.
         **config: the DeepSpeed part.
     """
     with running(path, counts=counts, deepspeed=config) as accelerator:
@@ -55,7 +55,7 @@ def _train(path: str, build: Callable[[Any], Any], *, counts: str, when: str, **
         optimizer: Any = _adamw(model)
         if when == "together":
             model, optimizer, schedule = accelerator.prepare(model, optimizer, build(optimizer))
-            # And not its groups alone, which load_state_dict() replaces.
+            # Also hold the optimizer itself, not only its groups, which load_state_dict() replaces.
             assert schedule.scheduler.optimizer is optimizer.optimizer
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
@@ -113,14 +113,14 @@ def _equal(got: tuple[list[Any], Any], wanted: tuple[list[Any], Any]) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_real_schedules_stay_attached(path: str) -> None:
-    """The user's schedule drives the optimizer that runs, also where that replaced the user's (rates and momenta)."""
+    """The user's schedule drives the running optimizer (rates and momenta), also if that one replaced the user's."""
     for build in (_lambda, _one_cycle, _sequential, _chained):
         _equal(_train(path, build, counts="steps", when="together"), _plain(build))
 
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_schedules_know_the_step_that_runs(path: str) -> None:
-    """torch warns of no `step` that was overridden, also where ZeRO steps an optimizer in parts, as it does an SGD."""
+    """torch does not warn of an overridden `step`, also if ZeRO steps an optimizer in parts, as it does an SGD."""
     with running(path) as accelerator, warnings.catch_warnings():
         warnings.filterwarnings("error", ".*optimizer.step")
         model = make_net()
@@ -133,14 +133,17 @@ def test_schedules_know_the_step_that_runs(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_schedules_on_the_prepared_optimizer(path: str) -> None:
-    """A schedule may be built after `prepare`, and prepared or stepped as it is."""
+    """A schedule built after `prepare` may be prepared or stepped directly."""
     for when in ("later", "never"):
         _equal(_train(path, _lambda, counts="steps", when=when), _plain(_lambda))
 
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_real_schedules_count_processes(path: str) -> None:
-    """Accelerate's counting: W advances per applied step; OneCycleLR stops at its end instead of raising."""
+    """With Accelerate's counting a schedule advances W per applied step.
+
+    OneCycleLR stops at its end without an error.
+    """
     world = dist.get_world_size()
     for build in (_lambda, _one_cycle):
         _equal(_train(path, build, counts="processes", when="together"), _plain(build, times=world))
@@ -180,7 +183,7 @@ def test_plateau(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_a_plateau_of_each_process_own_loss(path: str) -> None:
-    """Refused on every process before a step has used the rates that differ; of the mean loss, or alone, it is not."""
+    """Every process refuses it before a step uses the different rates. With the mean loss, or one process, it works."""
     world, rank = dist.get_world_size(), dist.get_rank()
     for reduces in (True, False):
         with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -208,7 +211,7 @@ def test_a_plateau_of_each_process_own_loss(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_numbers_of_a_group_that_differ(path: str) -> None:
-    """What a script sets by hand, whichever number of whichever group, is found at the next step or the one after."""
+    """If the processes set different values for a group's number, one of the next two steps fails."""
     cases: list[tuple[str, Any]] = [("lr", 0.1), ("weight_decay", 0.2), ("betas", (0.5, 0.9))]
     if not is_zero(path):
         cases.append(("lr", torch.tensor(0.5)))
@@ -244,7 +247,7 @@ _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_a_section_without_a_scheduler_steps_by_itself(path: str) -> None:
-    """The configuration's schedule runs, as DeepSpeed steps it, although the loop never asked for it."""
+    """DeepSpeed steps the configuration's schedule, although the loop never asks for it."""
     with running(path, deepspeed={"scheduler": _section("WarmupLR", **_WARMUP)}) as accelerator:
         model = make_net()
         model, optimizer = accelerator.prepare(model, _adamw(model))
@@ -257,7 +260,7 @@ def test_a_section_without_a_scheduler_steps_by_itself(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_placeholder_schedules_count(path: str) -> None:
-    """DummyScheduler's numbers are optimizer steps, or are divided by the processes; typed numbers are steps always."""
+    """DummyScheduler's numbers are optimizer steps, or are divided by the processes. Typed numbers are always steps."""
     world = dist.get_world_size()
     for counts, divisor in (("steps", 1), ("processes", world)):
         for typed in (True, False):
@@ -283,7 +286,7 @@ def test_placeholder_schedules_count(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_a_placeholder_with_a_callable(path: str) -> None:
-    """`lr_scheduler_callable` gets the optimizer that runs, and its schedule is driven by the prepared scheduler."""
+    """`lr_scheduler_callable` gets the running optimizer. The prepared scheduler drives its schedule."""
     with running(path) as accelerator:
         model = make_net()
         placeholder = DummyOptim(model.parameters(), lr=0.01)
@@ -319,7 +322,7 @@ def test_schedule_waits_for_the_window(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_rates_and_lengths_are_told(path: str) -> None:
-    """At start the rates and both countings' ends; where schedule and loop differ in length, one line with both."""
+    """The start logs the rates and both countings' ends. If schedule and loop differ in length, one line has both."""
     world, first, wrong = dist.get_world_size(), dist.get_rank() == 0, list[str]()
     for kind in ("real", "section", "alone"):
         for steps, wanted in (
@@ -359,14 +362,14 @@ def test_rates_and_lengths_are_told(path: str) -> None:
                 count = sum(all(word in line for word in words) for line in lines)
                 if count != (first and expected):
                     wrong.append(f"{what}: {count} lines: {lines}")
-    assert not wrong, wrong[0]  # in the end, since the other processes find nothing wrong
+    assert not wrong, wrong[0]  # at the end, since the other processes find no mistake
 
 
 @on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_lengths_in_the_other_counting_are_told(path: str) -> None:
-    """A length that is whole epochs of the loader as the other counting has it is warned of, by both lengths and key.
+    """A warning names both lengths and the key if the length equals the loader's whole epochs in the other counting.
 
-    Built before the loader is divided, built after it, and a loader that comes last.
+    The schedule is built before the loader is divided, after it, or before a loader that comes last.
     """
     data = TensorDataset(torch.zeros(40, 8), torch.zeros(40, 4))
     given, prepared = 10, 10 // dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Sections of DeepSpeed's configuration that count only where the model itself calls DeepSpeed."""
+"""Sections of DeepSpeed's configuration that count only if the model itself calls DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECTION = {
 
 
 class _Checkpointed(nn.Module):
-    """Layers that are computed again in the backward, by DeepSpeed's function or not at all."""
+    """Layers that the backward recomputes, by DeepSpeed's function or not at all."""
 
     def __init__(self, checkpoint: Any = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Checkpointed(nn.Module):
 
 @on_paths("zero2-one-process", "zero1", "zero2", "zero3", daily=("zero1", "zero3"))
 def test_activation_checkpointing(path: str) -> None:
-    """The section is what `deepspeed.checkpointing.checkpoint` works with, and the numbers are plain torch's."""
+    """`deepspeed.checkpointing.checkpoint` uses the section, and the numbers are plain torch's."""
     plain = _Checkpointed()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     take_plain_steps(plain, sgd, range(3))
@@ -81,7 +81,7 @@ def test_activation_checkpointing(path: str) -> None:
 
 @on_paths("zero3")
 def test_second_copies_of_two_models(path: str) -> None:
-    """`zero_hpz_partition_size` with two models, one built partitioned, in a second run too: plain torch's numbers."""
+    """`zero_hpz_partition_size` with two models, one built partitioned, equals plain torch, and in a second run too."""
     plain, sgd = net_and_sgd()
     take_plain_steps(plain, sgd, range(2))
     for _ in range(2):
@@ -114,7 +114,10 @@ def test_a_run_after_autocast(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero0", "zero2", "zero3", daily=("zero0", "zero2"))
 def test_clipping_what_muon_makes(path: str) -> None:
-    """It is a warning, once, where DeepSpeed clips steps in place of gradients; `inf`, which only measures, is none."""
+    """A warning is logged once, since DeepSpeed clips steps instead of gradients.
+
+    `inf`, which only measures, logs none.
+    """
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
     zero = {"zero_optimization": {"stage": int(path[-1]), "reduce_scatter": False}}
     eager = torch.compiler.set_stance("force_eager")  # DeepSpeed compiles Muon, for half a minute
@@ -132,9 +135,9 @@ def test_clipping_what_muon_makes(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero2")
 def test_tensor_parallel_layers_lose_sums(path: str) -> None:
-    """Why `tensor_parallel` is refused: DeepSpeed's layers sum a copy of what is not contiguous, and drop the copy.
+    """`tensor_parallel` is refused because DeepSpeed's layers sum a copy of non-contiguous tensors and drop the copy.
 
-    A gradient that comes of a sum or a transpose is not, so the layers below would train on one process' part of it.
+    A gradient of a sum or a transpose is not contiguous. The layers below would train on one process's part of it.
     """
     with running(path) as accelerator:
         model = nn.Linear(FEATURES, 4)
@@ -153,7 +156,7 @@ def test_tensor_parallel_layers_lose_sums(path: str) -> None:
 
 @on_paths("zero2-one-process", "zero2")
 def test_expert_layers_have_other_parameters(path: str) -> None:
-    """Why `expert_parallel` is refused: DeepSpeed's layers hold stacks of this process' experts, under names of theirs.
+    """`expert_parallel` is refused because DeepSpeed's layers hold this process's stacked experts under other names.
 
     From a model of transformers 5.23 they cannot be built at all.
     """

@@ -1,4 +1,4 @@
-"""Which strategy runs, and what is said of what it leaves out."""
+"""The choice of the strategy, and the messages about settings that it drops."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def select(world: int, device: str = "cpu", **launch: Any) -> Selection:
     ids=str,
 )
 def test_the_strategy_of_a_configuration(launch: dict[str, Any], world: int, name: str) -> None:
-    """ZeRO where it is asked for, or described and nothing else is asked for; else DDP, or one device."""
+    """ZeRO if requested, or if described and nothing contradicts; DDP or one device if not."""
     selection = select(world, **launch)
     assert selection.strategy.name == name
     assert f"{world} × cpu" in selection.reason
 
 
 def test_deepspeed_is_imported_for_the_runs_device() -> None:
-    """Without a word of DeepSpeed's about a device that it finds by itself, which may be another one than the run's."""
+    """DeepSpeed logs nothing about a device that it detects automatically and that may not be the run's."""
     script = (
         "from zero_plugin import Accelerator; Accelerator(cpu=True, config={'zero_optimization': {'stage': 1}})\n"
         "import deepspeed; print(deepspeed.accelerator.get_accelerator().device_name())"
@@ -63,7 +63,7 @@ def test_deepspeed_is_imported_for_the_runs_device() -> None:
 
 
 def test_a_fallback_lists_what_it_drops() -> None:
-    """One line: the stage, the offload, and who asked."""
+    """One line has the stage, the offload, and the source of the request."""
     reason = select(2, distributed_type="MULTI_CPU", deepspeed_config=ZERO2).reason
     assert "ZeRO stage 2 and optimizer offload to cpu dropped" in reason
     assert "config.yaml" in reason
@@ -72,7 +72,7 @@ def test_a_fallback_lists_what_it_drops() -> None:
 
 @pytest.mark.parametrize("launch", [{"distributed_type": "TPU"}, {"distributed_type": "XLA"}, {}], ids=str)
 def test_an_xla_device(launch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is trained on by its own strategy, also where there is a ZeRO section, which is dropped aloud."""
+    """Its own strategy trains on it, also with a ZeRO section, which is dropped with a log line."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     selection = select(2, device="xla", **launch, deepspeed_config=ZERO2)
     assert selection.strategy.name == "xla"
@@ -90,32 +90,32 @@ def test_an_xla_device(launch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     ids=["compiler", "hook"],
 )
 def test_what_an_xla_device_cannot_honour(handlers: dict[str, Any], told: str) -> None:
-    """A compiler of torch's and compressed gradients are refused."""
+    """torch compilers and compressed gradients are refused."""
     with pytest.raises(ConfigError, match=told):
         select(1, device="xla").strategy.accept(Handlers(**handlers))
 
 
 def test_what_has_no_effect_on_an_xla_device() -> None:
-    """Arguments of DDP's buckets are named; those that mean something here are not."""
+    """Arguments of DDP's buckets are named. Arguments with a meaning here are not."""
     given = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=True)
     (line,) = select(1, device="xla").strategy.accept(Handlers(ddp=given))
     assert line.startswith("DistributedDataParallelKwargs(gradient_as_bucket_view): has no effect on XLA")
 
 
 def test_stage_0_is_nothing_to_drop() -> None:
-    """DDP is what stage 0 says, so nothing is lost and nothing is said."""
+    """Stage 0 means DDP, so nothing is lost and nothing is logged."""
     stage_0 = {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}}
     assert select(2, distributed_type="MULTI_CPU", deepspeed_config=stage_0).reason == "ddp on 2 × cpu"
 
 
 def test_a_file_for_gpus_without_a_gpu_runs_on_the_cpu() -> None:
-    """One line says who asked for GPUs, so that nobody takes the run for one."""
+    """One line names the source of the request for GPUs, so no reader takes the run for a GPU run."""
     reason = select(2, distributed_type="MULTI_GPU").reason
     assert reason == "ddp on 2 × cpu; config.yaml requests GPUs, but none is available"
 
 
 def test_a_device_that_deepspeed_lacks() -> None:
-    """The refusal says so; nothing else is taken in its place."""
+    """The error says so. No other device replaces it."""
     with pytest.raises(StrategyError, match="DeepSpeed does not run on xla"):
         select(1, device="xla", distributed_type="DEEPSPEED")
 
@@ -142,7 +142,10 @@ print("trained")
 
 @pytest.mark.processes
 def test_without_deepspeed(tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
-    """Asked for ZeRO: the pip line. Asked for one device: it trains with torch alone, and says once what is dropped."""
+    """With ZeRO requested, the error has the pip line.
+
+    On one device, torch alone trains and logs dropped settings once.
+    """
     runs = {}
     for kind in ("DEEPSPEED", "NO"):
         config = tmp_path / f"{kind}.yaml"

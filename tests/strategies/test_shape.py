@@ -1,4 +1,4 @@
-"""A model that stage 3 partitions when it is built: what a script finds before `prepare`, and what it is told."""
+"""A model that stage 3 partitions when it is built: what a script sees before `prepare`, and the errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _train(accelerator: Any, net: nn.Module, groups: Groups) -> Any:
 
 
 class Constructed(nn.Module):
-    """What constructors do with submodules: they initialize them as nanoGPT and timm do, copy, read and count them."""
+    """A constructor that initializes its submodules like nanoGPT and timm, and copies, reads and counts them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Constructed(nn.Module):
 
 @on_paths("zero3", "zero3-cpu", "zero3-gathered")
 def test_constructors(path: str) -> None:
-    """One that initializes, copies, reads or counts the parameters of its submodules gives the same model partitioned.
+    """Initializing, copying, reading or counting the submodules' parameters gives the same model, partitioned.
 
     The random numbers drawn afterwards are the same too.
     """
@@ -132,14 +132,14 @@ def _refusing(net: nn.Module) -> list[int]:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_groups_by_shape(path: str) -> None:
-    """Built inside `whole_weights` they are those of plain torch; built outside, at stage 3, they are an error.
+    """Groups built inside `whole_weights` equal plain torch's. Groups built outside, at stage 3, are an error.
 
-    So it is after `free_memory()`, of a model that stays partitioned.
+    They are also an error after `free_memory()`, for a model that stays partitioned.
     """
     with running(path) as accelerator:
         with accelerator.init_model():
             net = _build()
-        partitioned = path in ("zero3", "zero3-cpu")  # in all others prepare() finds the true shapes afterwards too
+        partitioned = path in ("zero3", "zero3-cpu")  # in all others prepare() also finds the true shapes afterwards
         if path.startswith("zero3"):
             raised(LoopError, "a Net", "whole_weights", by=lambda: _train(accelerator, net, _by_shape(net)))
         with accelerator.whole_weights(net):
@@ -160,7 +160,7 @@ def test_groups_by_shape(path: str) -> None:
 
 @on_paths("ddp", "zero2", "zero3", "zero3-gathered", daily=("ddp", "zero3"))
 def test_an_empty_group_with_another_learning_rate_is_warned_of(path: str) -> None:
-    """At stage 3, where shapes have split the groups of a partitioned model; groups by names train without a word."""
+    """At stage 3 shapes have split the groups of a partitioned model. Groups by names train without a warning."""
     for by_shape in (True, False):
         with running(path) as accelerator, listening() as messages:
             with accelerator.init_model():
@@ -176,9 +176,9 @@ def test_an_empty_group_with_another_learning_rate_is_warned_of(path: str) -> No
 
 @on_paths("ddp", "zero2", "zero3", "zero3-cpu", "zero3-gathered", daily=("ddp", "zero3", "zero3-cpu"))
 def test_a_model_that_is_not_prepared(path: str, folder: Path) -> None:
-    """At stage 3 a forward of it, or of a part, says to prepare it; inside `whole_weights`, and prepared, it computes.
+    """At stage 3 a forward of it, or of a part, is an error: prepare it. In `whole_weights`, or prepared, it computes.
 
-    A copy of it is an error as of a prepared one.
+    A copy of it is an error, like a copy of a prepared one.
     """
     x, _ = global_batch(0)
     with running(path) as accelerator, torch.no_grad():
@@ -207,7 +207,7 @@ def test_a_model_that_is_not_prepared(path: str, folder: Path) -> None:
 
 @on_paths("zero3", "zero3-cpu", "zero3-gathered")
 def test_hooks_do_not_add_up(path: str) -> None:
-    """However often a model is prepared and freed, each part has one hook that refuses forwards, prepared none."""
+    """However often a model is prepared and freed, each part has one hook that refuses forwards, none if prepared."""
     with running(path) as accelerator:
         with accelerator.init_model():
             net = _build()
@@ -220,7 +220,7 @@ def test_hooks_do_not_add_up(path: str) -> None:
 
 @on_paths("zero3")
 def test_recipes_of_groups(path: str) -> None:
-    """Those that names make, and those of adapters, pass on a partitioned model; those that shapes make do not."""
+    """Groups made by names, and those of adapters, pass on a partitioned model. Groups made by shapes do not."""
     named: dict[str, Callable[[nn.Module], Groups]] = {
         "one group": lambda net: [{"params": list(net.parameters()), "weight_decay": 0.0}],
         "names": lambda net: _split(net, lambda name, _: name.endswith("weight") and "norm" not in name),

@@ -1,4 +1,4 @@
-"""A session of plain torch does what torch's own calls do."""
+"""A session of plain torch does the same as torch's own calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zero_plugin.strategies.torch_strategies import torch_optimizer
 @pytest.mark.parametrize("share", [0.5, 1.0, 1.0 + 1e-6, 3.0, math.inf])
 @pytest.mark.parametrize("skips", [True, False])
 def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
-    """Below the norm, at it, above it and without a limit: the same norm, and the same gradients afterwards."""
+    """Below the norm, at it, above it and without a limit, norm and clipped gradients are the same."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(5, 3)
     x = torch.randn(4, 5)
@@ -48,9 +48,9 @@ def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_states_go_where_the_parameters_are(fused: bool) -> None:
-    """As torch's load_state_dict puts them: moments on the parameters' device, steps only for a kernel that runs there.
+    """Like torch's load_state_dict, moments go to the parameters' device, steps only for a kernel that runs there.
 
-    The device is one without memory here; a GPU's would do the same.
+    The device here has no memory. A GPU would behave the same.
     """
     weight = torch.nn.Parameter(torch.ones(2, device="meta"))
     adam = torch.optim.Adam([weight])
@@ -63,14 +63,17 @@ def test_states_go_where_the_parameters_are(fused: bool) -> None:
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """A script's own, whose `step` may do more than torch's kernel."""
+    """A script's own class, whose `step` may do more than torch's kernel."""
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, OwnAdamW])
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("clips", [True, False])
 def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clips: bool, kind: Any) -> None:
-    """None if the check is off, or a fused optimizer of torch skips by itself; the norm of clipping tells it too."""
+    """No number is read if the check is off or a fused optimizer of torch skips itself.
+
+    The norm of clipping suffices too.
+    """
     layer = torch.nn.Linear(5, 3)
     adamw = kind(layer.parameters(), fused=True)
     session = TorchSession(layer, layer, adamw, precision="no", skips=skips)
@@ -85,7 +88,7 @@ def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clip
 
 
 def test_torch_holds_what_a_failed_backward_has_not_run() -> None:
-    """Until the thread's next backward, in plain torch: `release_failed_backward` is one, and frees it anywhere."""
+    """Plain torch frees it at the thread's next backward. `release_failed_backward` runs one, in any context."""
 
     class Holding(torch.autograd.Function):
         @staticmethod
@@ -117,7 +120,7 @@ def test_torch_holds_what_a_failed_backward_has_not_run() -> None:
 
 
 def test_a_layer_without_weights_computes_under_the_models_autocast() -> None:
-    """A dropout outside of the forward is warned of under no autocast of the model's device, and then alone."""
+    """A dropout outside the forward gets a warning only if no autocast for the model's device is active."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     undo = run_under_autocast(model, nullcontext, "cuda")
     torch.set_autocast_enabled("cuda", True)

@@ -1,4 +1,4 @@
-"""What a script does with weights without writing them is not taken for a write; a write in a forward is."""
+"""Operations on weights that write nothing are not reported as writes. A write in a forward is reported."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from zero_plugin.errors import LoopError
 from zero_plugin.utils import GatheredParameters
 
 PROGRAMS = 200
-Use = Callable[[nn.Module], Any]  # what a program does with a layer
+Use = Callable[[nn.Module], Any]  # operations of a program on a layer
 
 
 class Same(nn.Module):
-    """A parametrization that computes the weight itself."""
+    """A parametrization that computes the unchanged weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight
 
 
 class SameAgain(Same):
-    """One with an inverse."""
+    """The same with an inverse."""
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
@@ -58,7 +58,7 @@ def _each(change: Callable[[Tensor], Any]) -> Use:
     return use
 
 
-# They need no values, so a program may do them at any time.
+# These need no values, so a program may run them at any time.
 _ANYWHERE: dict[str, Use] = {
     "parametrize": _parametrize,
     "parametrize with an inverse": lambda layer: _parametrize(layer, SameAgain),
@@ -71,7 +71,7 @@ _ANYWHERE: dict[str, Use] = {
     "evaluate": lambda layer: layer.eval() and layer.train(),
     "to the same dtype": lambda layer: layer.to(layer.weight.dtype),
 }
-# They change no value, which is known of weights that are in memory.
+# These change no value, which can be checked for weights in memory.
 _IN_MEMORY: dict[str, Use] = {
     "times 1": _each(lambda p: p.mul_(1)),
     "plus 0": _each(lambda p: p.add_(0)),
@@ -87,7 +87,7 @@ _IN_MEMORY: dict[str, Use] = {
 
 
 class Net(nn.Module):
-    """Two layers, of which a program uses one inside of the forward."""
+    """Two layers. A program uses one of them inside the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 @contextlib.contextmanager
 def _in_forward(layer: nn.Module, use: Use) -> Iterator[None]:
-    """Inside, forwards of the layer use it first, when its weights are in memory."""
+    """Make the layer's forwards use it first, while the layer's weights are in memory."""
     handle = layer.register_forward_pre_hook(lambda *_: (use(layer), None)[1])
     try:
         yield
@@ -110,7 +110,7 @@ def _in_forward(layer: nn.Module, use: Use) -> Iterator[None]:
 
 
 def _programs() -> Iterator[tuple[str, str, str]]:
-    """Names of an operation, of the place of the program that it is in, and of a layer."""
+    """Return programs: names of an operation, of its place, and of a layer."""
     places = ("before the forward", "before the backward", "before the step", "after the step", "at last")
     inside = ("in the forward", "gathered by the script")
     every = [
@@ -147,7 +147,7 @@ def _run(accelerator: Any, model: Any, optimizer: Any, number: int, program: tup
 
 @on_paths("zero3", "zero3-cpu", "zero3-gathered", daily="zero3")
 def test_what_writes_nothing(path: str) -> None:
-    """In two hundred programs no error and no warning speaks of a write, and they train as if they did nothing."""
+    """Two hundred programs cause no error or warning about a write, and train as without these operations."""
     plain = Net()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.01)
     for number in range(PROGRAMS):
@@ -202,7 +202,7 @@ def _lora() -> nn.Module:
     "zero2-one-process", "ddp", "zero2", "zero3", "zero3-cpu", "zero3-gathered", daily=("ddp", "zero3", "zero3-cpu")
 )
 def test_lora_of_stacked_experts(path: str) -> None:
-    """PEFT registers and removes a parametrization in every forward: it trains as on one device."""
+    """PEFT registers and removes a parametrization in every forward. The model trains as on one device."""
     plain = _lora()
     sgd = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     with running(path) as accelerator:

@@ -1,4 +1,4 @@
-"""Accumulation windows and the loaders that a loop iterates: whose end counts, and how many backwards a batch has."""
+"""Accumulation windows and a loop's loaders: which loader ends a window, and how many backwards a batch has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG, SHORT, STEPS = 5, 2, 2
 
 
 def batches_of(count: int, first: int) -> list[Any]:
-    """`count` batches of all processes together."""
+    """Build `count` batches of all processes together."""
     return [global_batch(first + step) for step in range(count)]
 
 
@@ -33,7 +33,7 @@ def cycled(loader: Any) -> Iterator[Any]:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily=("ddp", "zero1", "zero2"))
 def test_a_short_loader_that_is_cycled_beside_a_long_one(path: str) -> None:
-    """Windows end with the long one's epochs: the weights are plain torch's, with windows of two, two and one."""
+    """Windows end with the long loader's epochs. With windows of two, two and one, the weights are plain torch's."""
     plain, sgd = net_and_sgd()
     others = cycled(batches_of(SHORT, 20))
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_short_loader_that_is_cycled_beside_a_long_one(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily=("ddp", "zero1", "zero2"))
 def test_two_losses_of_a_batch_by_hand(path: str) -> None:
-    """With accumulation the second backward is an error, on every process; under accumulate() both make one batch."""
+    """With accumulation the second backward is an error on every process. Under accumulate() both form one batch."""
     with running(path, gradient_accumulation_steps=STEPS) as accelerator:
         model = make_net()
         model, optimizer, loader = accelerator.prepare(
@@ -98,7 +98,7 @@ def test_two_losses_of_a_batch_by_hand(path: str) -> None:
 
 @on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", "zero3", daily=("ddp", "zero1", "zero2"))
 def test_a_window_that_is_dropped_at_its_end(path: str) -> None:
-    """`zero_grad()` in place of a window's step, after its last backward, drops the window in `accumulate()` too."""
+    """`zero_grad()` instead of the step, after the window's last backward, drops the window in `accumulate()` too."""
     for steps in (1, 2):
         plain, sgd = net_and_sgd(momentum=0.9)
         batches = batches_of(6, 0)

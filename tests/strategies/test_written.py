@@ -1,4 +1,4 @@
-"""Weights that the script writes and reads by itself between steps, as in plain torch: they count, or it is refused."""
+"""Weights that the script writes and reads between steps take effect as in plain torch, or are refused."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _trained(path: str, precision: str, write: Callable[[Any, Any], None]) -> di
 
 @on_paths(*ALL, daily=("single", "zero3", "zero1-cpu"))
 def test_loaded_weights(path: str) -> None:
-    """`load_state_dict` of the unwrapped model or of a part of it counts; at stage 3 it needs the context.
+    """`load_state_dict` of the unwrapped model or a part of it works. At stage 3 it needs the context.
 
-    There it does not for weights that are gathered.
+    At stage 3 without the context it fails for ungathered weights.
     """
 
     def load(accelerator: Any, model: Any) -> None:
@@ -104,7 +104,7 @@ def test_loaded_weights(path: str) -> None:
 
 @on_paths("zero3", "zero3-cpu", "zero3-gathered", daily=("zero3", "zero3-gathered"))
 def test_loaded_weights_that_stay_gathered(path: str) -> None:
-    """At stage 3 `load_state_dict` counts for small weights, which DeepSpeed leaves gathered; trained or not."""
+    """At stage 3 `load_state_dict` works for small weights, which DeepSpeed leaves gathered, trained or not."""
     section = {key: value for key, value in (ZERO | FURTHER)[path].items() if "persistence" not in key}
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision, deepspeed={"zero_optimization": section}) as accelerator:
@@ -126,7 +126,7 @@ def test_loaded_weights_that_stay_gathered(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_clamped_weights(path: str) -> None:
-    """WGAN's clipping of weights, in the context."""
+    """WGAN's clipping of weights works in the context."""
 
     def clamp(accelerator: Any, model: Any) -> None:
         with accelerator.whole_weights(model):
@@ -138,7 +138,10 @@ def test_clamped_weights(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_read_weights(path: str) -> None:
-    """Reading in the context, as an average outside the model does, changes nothing; nor does loading what is there."""
+    """Reading in the context, like an average outside the model, changes nothing.
+
+    Loading the present values does not either.
+    """
 
     def read(accelerator: Any, model: Any) -> None:
         with accelerator.whole_weights(model):
@@ -152,9 +155,9 @@ def test_read_weights(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_weights_written_outside(path: str) -> None:
-    """What a script writes into the weights under `no_grad` counts; at stage 3 it is an error that says how.
+    """Values that a script writes under `no_grad` take effect. At stage 3 it is an error that shows the right way.
 
-    So with new values for a layer after `prepare`, and with WGAN's clipping after a step.
+    The same holds for new values of a layer after `prepare`, and for WGAN's clipping after a step.
     """
 
     def write(_: Any, model: Any) -> None:
@@ -187,9 +190,9 @@ def test_weights_written_outside(path: str) -> None:
     "zero2-one-process", "zero1", "zero2", "zero2-cpu", "zero1-cpu", "zero3-gathered", daily=("zero2", "zero1-cpu")
 )
 def test_weights_written_past_autograd(path: str) -> None:
-    """Through `p.data`, outside the context: it is said once, and never of a loop that writes nothing.
+    """Writes through `p.data` outside the context are logged once. A loop without writes logs nothing.
 
-    At stage 3 for weights that are gathered; others are empty, and nothing of it can be seen.
+    At stage 3 this covers gathered weights only. Others are empty, so no write can be seen.
     """
     for precision in ("no", "bf16"):
         for write, times in ((lambda _, model: _clamp(model), 1), (lambda *_: None, 0)):
@@ -202,9 +205,9 @@ def test_weights_written_past_autograd(path: str) -> None:
     "zero2-one-process", "zero1", "zero2", "zero2-cpu", "zero1-cpu", "zero3-gathered", daily=("zero2", "zero1-cpu")
 )
 def test_weights_that_are_replaced(path: str) -> None:
-    """`p.data = …` takes a parameter out of what ZeRO steps: below stage 3 it is an error of the next step.
+    """`p.data = …` detaches a parameter from ZeRO's step. Below stage 3 the next step raises an error.
 
-    At stage 3 gathered weights get their values back, which is said as of other writes.
+    At stage 3 gathered weights get their values back, which is logged like other writes.
     """
 
     def replace(_: Any, model: Any) -> None:
@@ -222,7 +225,7 @@ def test_weights_that_are_replaced(path: str) -> None:
 
 @on_paths(*ENGINE, daily=("zero3", "zero3-cpu"))
 def test_written_weights_that_are_read(path: str) -> None:
-    """Before the next step: they come out as they were written; at stage 3 it is the error of the step."""
+    """Before the next step they read as written. At stage 3 the step's error comes."""
     for read in ("state", "folder"):
         with running(path) as accelerator, tempfile.TemporaryDirectory() as own:
             folder = [own]
@@ -248,7 +251,7 @@ def test_written_weights_that_are_read(path: str) -> None:
 
 @on_paths("zero3", "zero3-cpu", "zero3-gathered", daily=("zero3", "zero3-gathered"))
 def test_weights_written_in_deepspeeds_own_context(path: str) -> None:
-    """At stage 3: what one process writes in `GatheredParameters` with a `modifier_rank` counts, trained or not."""
+    """At stage 3 one process's writes in `GatheredParameters` with a `modifier_rank` take effect, trained or not."""
 
     def halve(model: nn.Module, *, past_autograd: bool) -> None:
         with torch.no_grad():
@@ -278,7 +281,7 @@ def test_weights_written_in_deepspeeds_own_context(path: str) -> None:
 
 @on_paths("zero3", "zero3-cpu", "zero3-gathered", daily=("zero3", "zero3-gathered"))
 def test_a_teacher_written_outside(path: str) -> None:
-    """Outside the context, at stage 3: an error of its next forward, since no step of it would say so."""
+    """Outside the context, at stage 3, its next forward raises an error, since no step would report the write."""
     with running(path) as accelerator:
         student, teacher = make_net(), make_net().requires_grad_(False)
         student, _, teacher = accelerator.prepare(student, _sgd(student), teacher)
@@ -293,7 +296,7 @@ def test_a_teacher_written_outside(path: str) -> None:
 
 @on_paths(*ENGINE, daily=("zero3", "zero3-cpu"))
 def test_masters_beside_written_weights(path: str) -> None:
-    """What the script writes in 16 bits takes nothing from the masters of the other weights."""
+    """Writing 16-bit weights does not reduce the precision of the other weights' masters."""
     with running(path, mixed_precision="bf16") as accelerator:
         model = make_net()
         model, optimizer = accelerator.prepare(model, _sgd(model))
@@ -309,7 +312,7 @@ def test_masters_beside_written_weights(path: str) -> None:
 
 
 def _masters(optimizer: Any) -> dict[str, Tensor]:
-    """This process' masters, by name."""
+    """Return this process's masters, by name."""
     return {
         piece.name: piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count].clone()
         for block in optimizer.session.blocks(changing=False)
@@ -343,7 +346,7 @@ def test_a_mean_teacher(path: str) -> None:
 
 @on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_partitions_are_no_weights(path: str) -> None:
-    """At stage 3 `state_dict` of the module or a part of it is refused by name, and so is saving its parameters."""
+    """At stage 3 `state_dict` of the module or a part of it, and saving its parameters, are refused by name."""
     with running(path) as accelerator:
         model = make_net()
         model, _ = accelerator.prepare(model, _sgd(model))

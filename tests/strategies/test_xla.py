@@ -1,4 +1,4 @@
-"""What replicas do around the XLA runtime, which these tests stand in for."""
+"""The replicas' work around the XLA runtime, which these tests replace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device of a TPU, on which torch_xla itself may be missing."""
+    """Simulate one device of a TPU. torch_xla itself may be missing."""
     package = SimpleNamespace(
         runtime=SimpleNamespace(get_master_ip=lambda: "10.0.0.1", device_type=lambda: "TPU", world_size=lambda: 1),
         core=SimpleNamespace(xla_model=None),
@@ -36,7 +36,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("world_size", "address", "port"), [(4, "localhost", "29500"), (8, "10.0.0.1", "12355")])
 def test_where_replicas_meet(monkeypatch: pytest.MonkeyPatch, world_size: int, address: str, port: str) -> None:
-    """In the launcher's store on one machine; of several each launcher has its own, though nobody said how many."""
+    """Replicas on one machine meet in the launcher's store. With several machines each launcher has its own store."""
     for name, value in _AGENT.items():
         monkeypatch.setenv(name, value)
     group = describe_group(Processes(0, 0, world_size, torch.device("cpu")), 4)
@@ -46,7 +46,7 @@ def test_where_replicas_meet(monkeypatch: pytest.MonkeyPatch, world_size: int, a
 
 @pytest.mark.parametrize("hold", [weakref.ref, lambda weight: weight.view(-1)], ids=["weak reference", "view"])
 def test_a_parameter_that_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch, hold: Callable[..., Any]) -> None:
-    """It cannot change its device as the object that an optimizer knows: said with the way out, not as torch does."""
+    """Its device cannot change while an optimizer knows the object. The error gives the fix, unlike torch's."""
     monkeypatch.setattr("zero_plugin.strategies.xla.convert_weights_to_fp32", lambda request: None)
     model, processes = nn.Linear(2, 2), Processes(0, 0, 1, torch.device("meta"))
     held = hold(model.weight)
@@ -57,7 +57,7 @@ def test_a_parameter_that_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch, hol
 
 
 def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that catches the error and goes on has nothing of ours on its model."""
+    """A script that catches the error and continues has none of our hooks on its model."""
 
     def refuse(_: Any) -> None:
         raise LoopError("its states are elsewhere")
@@ -82,7 +82,7 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
 def test_a_first_backward_that_fails(
     monkeypatch: pytest.MonkeyPatch, said: str, raised: type[Exception], told: str
 ) -> None:
-    """Only the autograd engine's own assertion says that another was before it; tests/xla has the real one."""
+    """Only the autograd engine's own assertion shows that an earlier backward failed. tests/xla has the real one."""
 
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError(said)

@@ -1,4 +1,4 @@
-"""torch_xla that is missing, is built for another torch or sees too few devices: a sentence with the way out."""
+"""A torch_xla that is missing, is built for another torch or sees too few devices: an error with the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNDEFINED = "_XLAC.so: undefined symbol: _ZN5torch4lazy10deleteNodeE"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A torch_xla for the installed torch, whose library does not load: as after an upgrade in place."""
+    """Install a torch_xla whose library does not load with the installed torch, as after an upgrade in place."""
     (tmp_path / f"torch_xla-{TORCH}.0.dist-info").mkdir()
     (tmp_path / f"torch_xla-{TORCH}.0.dist-info" / "METADATA").write_text(f"Name: torch_xla\nVersion: {TORCH}.0\n")
     (tmp_path / "torch_xla").mkdir()
@@ -38,7 +38,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_missing_extra(tmp_path: Path) -> None:
-    """The launcher says so before anything starts, and a script that was started without it says so too."""
+    """The launcher says so before anything starts. A script started without the launcher says so too."""
     (tmp_path / "train.py").write_text("def main(): pass\n")
     program, laptop = Program(str(tmp_path / "train.py")), Machine(gpus=0, cores=2)
     with pytest.raises(ConfigError, match=r"--tpu: .*torch_xla, which is not installed\n.*'zero-plugin\[tpu\]'.*--cpu"):
@@ -49,7 +49,7 @@ def test_the_missing_extra(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("install")
 def test_a_library_of_another_torch() -> None:
-    """What the loader says of an undefined symbol is kept, under both versions and the command that mends it."""
+    """The message keeps the loader's undefined symbol, below both versions and the command that fixes it."""
     with pytest.raises(MachineError) as caught:
         import_torch_xla()
     assert UNDEFINED in str(caught.value)
@@ -59,11 +59,11 @@ def test_a_library_of_another_torch() -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "4"}])
 def test_as_many_as_meant(environ: dict[str, str]) -> None:
-    """All that were meant, or a number that was left to the runtime."""
+    """All configured devices count, or any number if the runtime decides."""
     check_world_size(4, environ)
 
 
 def test_fewer_than_meant() -> None:
-    """Both numbers, the runtime and how to start it instead."""
+    """The error has both numbers, the runtime, and how to start it instead."""
     with pytest.raises(LaunchError, match=r"8 processes were started, but .* 1 device \(PJRT_DEVICE=CPU\).*\n.*--tpu"):
         check_world_size(1, {"WORLD_SIZE": "8", "PJRT_DEVICE": "CPU"})
