@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def headline(self) -> str:
-        """Where and what, in one line. The key is left out for a flag, which already names it."""
+        """The place and the finding, in one line. The key is left out for a flag, which already names it."""
         return f"{self.where}: {self.message if self.where.startswith('--') else self.finding}"
 
     @property

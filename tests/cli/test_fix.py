@@ -232,6 +232,12 @@ def one(**changed: object) -> str:
         (FSDP2.format(after="true", policy="bf16"), {"mixed_precision": "bf16", **STAGE_3}, ""),
         (FSDP2.format(after="false", policy="null"), {"mixed_precision": "no", "zero_optimization.stage": 2}, ""),
         (one(strategy="HYBRID_SHARD_ZERO2", machines=2), {"zero_optimization.stage": 2}, "copies for each machine"),
+        ("distributed_type: FSDP\nnum_processes: 8\n", STAGE_3, ""),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_mixed_precision_policy: bf16\n",
+            {"mixed_precision": "bf16", **STAGE_3},
+            "",
+        ),
     ],
 )
 def test_an_fsdp_file_becomes_a_zero_file(text: str, meant: Mapping[str, Any], noted: str, tmp_path: Path) -> None:
@@ -252,6 +258,17 @@ def test_an_fsdp_file_becomes_a_zero_file(text: str, meant: Mapping[str, Any], n
     assert noted in " ".join(fixed.notes)
     file.write_text(fixed.after)
     assert not fix_file(str(file)).diff
+
+
+def test_an_unknown_sharding_strategy_is_left_to_a_person(tmp_path: Path) -> None:
+    """No stage is guessed; the check still names the file's problems."""
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(one(strategy="SHARD_MOST"))
+    fixed = fix_file(str(file))
+    assert "zero_stage" not in fixed.after
+    assert "distributed_type: FSDP" in fixed.after
+    assert "SHARD_MOST" in fixed.after
+    assert any("SHARD_MOST" in note for note in fixed.notes)
 
 
 @pytest.mark.skipif(not _PUBLISHED, reason="the published configuration files are not next to this checkout")

@@ -71,8 +71,8 @@ def find_in(file: Path, *, listed: bool = False) -> Iterator[Finding]:
     texts = _python(source) if file.suffix == ".py" else _markdown(source)
     for line, kind, text in texts:
         plain = _CODE.sub("code", text)
-        if kind == "docstring of a function" and _BAD_START.match(plain):
-            yield Finding(file, line, "begin with a verb", text.split("\n")[0])
+        if kind.startswith("docstring") and _BAD_START.match(plain):
+            yield Finding(file, line, "begin with a verb or a noun", text.split("\n")[0])
         for pattern, instead in _WORD.items():
             for match in pattern.finditer(plain):
                 around = plain[max(0, match.start() - 30) : match.end() + 30].replace("\n", " ")

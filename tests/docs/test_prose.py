@@ -22,7 +22,8 @@ def test_a_word_of_the_list_is_found(text: str, tmp_path: Path) -> None:
     ("code", "rule"),
     [
         ('def f():\n    """What it returns."""\n', "begin with a verb"),
-        ('@property\ndef f(self):\n    """Which one it is."""\n', ""),
+        ('@property\ndef f(self):\n    """Which one it is."""\n', "begin with a verb or a noun"),
+        ('@property\ndef f(self):\n    """The one that is used."""\n', ""),
         (f'def f():\n    """Return {"very " * 40}much."""\n', "sentence of 42 words"),
         (f'def f():\n    """Return {"very much, and so. " * 25}"""\n', "paragraph of 101 words"),
         ('raise ValueError("it is built anew for nobody here")\n', "anew"),

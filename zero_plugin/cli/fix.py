@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import deletes_key, find_problems
+from zero_plugin.config.document import yaml_text
 from zero_plugin.config.edits import Edit, apply_edits
-from zero_plugin.config.fsdp import ZeroConfig, convert_fsdp
+from zero_plugin.config.fsdp import UnknownShardingError, ZeroConfig, convert_fsdp
 from zero_plugin.config.located import Located, looks_like_json, parse_text
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, Problem
@@ -42,12 +43,9 @@ class Fixed:
     @property
     def diff(self) -> str:
         """The unified diff from `before` to `after`; "" if there are no fixes."""
-        lines = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
-        return "".join(line if line.endswith("\n") else line + "\n" for line in _unified(*lines, self.file))
-
-
-def _unified(before: list[str], after: list[str], name: str) -> Iterator[str]:
-    return difflib.unified_diff(before, after, name, f"{name} (fixed)")
+        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        lines = difflib.unified_diff(before, after, self.file, f"{self.file} (fixed)")
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 
 def fix_file(file: str) -> Fixed:
@@ -58,7 +56,11 @@ def fix_file(file: str) -> Fixed:
     """
     data = _read(file)
     text = before = data.decode("utf-8-sig")
-    text, notes = _convert(file, text)
+    try:
+        text, notes = _convert(file, text)
+    except UnknownShardingError as error:
+        after = data.decode()
+        return Fixed(file, after, after, (str(error),))
     for _ in range(_MOST_PASSES):
         places = _top_places(file, text)
         edits = {edit: problem for problem in _problems(file, text) for edit in _edits(file, problem, places)}
@@ -114,25 +116,24 @@ def _convert(file: str, text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _conversion(keys: Mapping[str, Located], zero: ZeroConfig) -> Iterator[Edit]:
-    yield Edit(*_place(keys["distributed_type"]), text=f"distributed_type: {zero.distributed_type}")
-    block = "\n".join(_yaml_lines({"deepspeed_config": zero.training})) if zero.training else None
-    for name in ("fsdp_config", "deepspeed_config"):
-        if name in keys:
-            yield Edit(*_place(keys[name]), text=block)
-            block = None
+    written: dict[str, Any] = {"distributed_type": zero.distributed_type}
     if zero.mixed_precision and "mixed_precision" in keys:
-        yield Edit(*_place(keys["mixed_precision"]), text=f"mixed_precision: {zero.mixed_precision}")
+        yield Edit(*_place(keys["mixed_precision"]), text=_yaml(mixed_precision=zero.mixed_precision))
+    elif zero.mixed_precision:
+        written["mixed_precision"] = zero.mixed_precision
+    old = [name for name in ("fsdp_config", "deepspeed_config") if name in keys]
+    training = {"deepspeed_config": zero.training} if zero.training else {}
+    for name in old[:1]:  # the new section takes the place of the first old one, and the other one is removed
+        yield Edit(*_place(keys[name]), text=_yaml(**training) if training else None)
+    for name in old[1:]:
+        yield Edit(*_place(keys[name]))
+    yield Edit(*_place(keys["distributed_type"]), text=_yaml(**written, **({} if old else training)))
+
+
+def _yaml(**values: Any) -> str:
+    return yaml_text(values).rstrip("\n")
 
 
 def _place(node: Located) -> tuple[int, int]:
     _, line, column = node.where.rsplit(":", 2)
     return int(line), int(column)
-
-
-def _yaml_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield f"{indent}{key}:"
-            yield from _yaml_lines(value, f"{indent}  ")
-        else:
-            yield f"{indent}{key}: {str(value).lower() if isinstance(value, bool) else value}"

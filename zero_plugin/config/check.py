@@ -30,7 +30,6 @@ from zero_plugin.config.tree import (
     dotted,
     is_valid,
     legal,
-    only_meaning,
     show,
     violations,
 )
@@ -238,7 +237,7 @@ def _launch_problems(document: Document) -> Iterator[Problem]:
         yield Problem(document.sources[0] if document.sources else document.place((names[0],)), "", message, fix)
         return
     for name, fix in fixes.items():
-        near = only_meaning(name, known)
+        near = did_you_mean(name, known, only=True)
         rename = near if near and near in fix else ""
         yield Problem(document.place((name,)), name, "unknown key", fix, rename=rename)
 
@@ -249,7 +248,7 @@ def _training_problems(document: Document) -> Iterator[Problem]:
         if found.kind == "unknown":
             message, fix = explain_training_key(found, in_yaml=bool(document.launch))
             key = found.path[-1]
-            near = _ELSEWHERE.get(key) or only_meaning(key, found.wanted.get("properties", ()))
+            near = _ELSEWHERE.get(key) or did_you_mean(key, found.wanted.get("properties", ()), only=True)
             rename = near if fix == f"Did you mean {near}?" else ""
             yield Problem(where, _place(found, document.deepspeed), message, fix, rename=rename)
         elif found.kind == "missing":

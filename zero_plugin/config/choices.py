@@ -101,14 +101,14 @@ class DDPCommunicationHookType(BaseEnum):
 
 
 class ComputeEnvironment(str, Enum):
-    """Where a launch configuration runs."""
+    """The place where a launch configuration runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DistributedType(str, Enum):
-    """How the processes of a run work together.
+    """The way in which the processes of a run work together.
 
     A run is `NO`, `MULTI_CPU`, `MULTI_GPU`, `DEEPSPEED` or `XLA`. No run has one of the others. They exist because
     scripts written for Accelerate compare with them.

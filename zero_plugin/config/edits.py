@@ -83,7 +83,7 @@ def _span_at(text: str, line: int, column: int) -> _Span:
 
 
 def _remove(text: str, span: _Span) -> str:
-    """Remove a key with its value, its comma, and its lines if they hold only blanks or comments besides."""
+    """Remove a key with its value, its comma, and its lines if they hold only blanks or comments otherwise."""
     before, after = text[: span.begin], text[span.end :]
     if not span.block:
         if comma := _COMMA_AFTER.match(after):

@@ -20,8 +20,8 @@ _STRATEGIES: Final = {
     "HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS,
     "_HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS,
 }
-# Keys without a counterpart to write: ZeRO partitions each parameter automatically, in the order of use.
-_AUTOMATIC: Final = frozenset(
+# Keys that `convert_fsdp` reads, and keys without a counterpart, because ZeRO partitions each parameter automatically.
+_KNOWN: Final = frozenset(
     f"fsdp_{name}"
     for name in (
         *("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "backward_prefetch"),
@@ -30,6 +30,10 @@ _AUTOMATIC: Final = frozenset(
         *("activation_checkpointing", "mixed_precision_policy", "limit_all_gathers"),
     )
 )
+
+
+class UnknownShardingError(Exception):
+    """An FSDP configuration has a sharding strategy that this module does not know. The text is for users."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ def convert_fsdp(keys: Mapping[str, Any]) -> ZeroConfig | None:
 
     Args:
         keys: the launch YAML, as plain values.
+
+    Raises:
+        UnknownShardingError: the sharding strategy is unknown.
     """
     fsdp = keys.get("fsdp_config")
     if str(keys.get("distributed_type")).upper() != "FSDP":
@@ -67,7 +74,7 @@ def convert_fsdp(keys: Mapping[str, Any]) -> ZeroConfig | None:
             "fsdp_activation_checkpointing has no counterpart in a ZeRO configuration. Call "
             "model.gradient_checkpointing_enable() in the script."
         )
-    notes += [f"{key} has no counterpart." for key in fsdp if key not in _AUTOMATIC]
+    notes += [f"{key} has no counterpart." for key in fsdp if key not in _KNOWN]
     if strategy == _NONE:
         notes.append("NO_SHARD keeps everything on each device, so this is plain DDP: no ZeRO stage does that.")
         return ZeroConfig("MULTI_GPU", {}, mixed, tuple(notes))
@@ -92,7 +99,11 @@ def _strategy_of(fsdp: Mapping[str, Any]) -> int:
     if "fsdp_sharding_strategy" not in fsdp and (after_forward := as_switch(found)) is not None:
         return _FULL if after_forward else _GRADIENTS
     word = str(found).rpartition(".")[2].upper()  # ShardingStrategy.FULL_SHARD
-    return int(word) if word in ("1", "2", "3", "4", "5") else _STRATEGIES.get(word, _FULL)
+    if word in ("1", "2", "3", "4", "5"):
+        return int(word)
+    if word not in _STRATEGIES:
+        raise UnknownShardingError(f"the sharding strategy {found} is unknown. The file is left as it is.")
+    return _STRATEGIES[word]
 
 
 def _describe_hybrid(strategy: int, keys: Mapping[str, Any], training: dict[str, Any]) -> list[str]:

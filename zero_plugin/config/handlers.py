@@ -181,7 +181,7 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How `prepare` shards data loaders.
+    """The settings for `prepare` to shard data loaders.
 
     Attributes:
         split_batches: whether a loader's batch size is that of all processes together.
@@ -204,7 +204,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients accumulate.
+    """The settings of gradient accumulation.
 
     Attributes:
         num_steps: micro-batches per optimizer step; None uses the configuration's number, or 1.

@@ -1,4 +1,4 @@
-"""How processes share work other than by data parallelism, in the terms of Accelerate's `ParallelismConfig`.
+"""Settings of parallelism other than data parallelism, in the terms of Accelerate's `ParallelismConfig`.
 
 Only sequence parallelism is supported. Here it is one key, `sequence_parallel_size`. Data parallelism uses the
 remaining processes, so its sizes follow from the number of processes.

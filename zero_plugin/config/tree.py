@@ -329,18 +329,11 @@ def as_switch(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the known word nearest to `word`, or "" if none is near."""
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=1, cutoff=0.7)
-    return by_lower[near[0]] if near else ""
-
-
-def only_meaning(word: str, known: Iterable[str]) -> str:
-    """Return the known word nearest to `word`, or "" if none or several are near."""
+def did_you_mean(word: str, known: Iterable[str], *, only: bool = False) -> str:
+    """Return the known word nearest to `word`, or "" if none is near; with `only`, also if several are."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=2, cutoff=0.7)
-    return by_lower[near[0]] if len(near) == 1 else ""
+    return by_lower[near[0]] if near and not (only and len(near) > 1) else ""
 
 
 def show(value: Any) -> str:

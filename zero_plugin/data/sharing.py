@@ -53,7 +53,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How batches are shared among processes.
+    """The sharing of batches among processes.
 
     Attributes:
         rank, world: the rank of this process, and the number of processes. A group that shares its samples counts as

@@ -1,4 +1,4 @@
-"""What each rank publishes of its progress in the store of the process group, for the collective check."""
+"""The progress that each rank publishes in the store of the process group, for the collective check."""
 
 from __future__ import annotations
 

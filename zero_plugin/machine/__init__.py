@@ -1,1 +1,1 @@
-"""What this machine has: memory, cores, devices, network, disks, and the scheduler's job."""
+"""The hardware and surroundings of this machine: memory, cores, devices, network, disks, and the scheduler's job."""

@@ -1,1 +1,1 @@
-"""How a training step runs: DeepSpeed, DDP, XLA or one device."""
+"""The ways in which a training step runs: DeepSpeed, DDP, XLA or one device."""

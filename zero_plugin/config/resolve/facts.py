@@ -216,7 +216,7 @@ class Resolved:
 
     @property
     def scheduler_counts(self) -> Literal["steps", "processes"]:
-        """How a prepared scheduler counts: once per applied optimizer step, or once per process as in Accelerate."""
+        """The unit of a prepared scheduler: an optimizer step, or as in Accelerate a step of each process."""
         return "steps" if self.launch.value("scheduler_counts") == "steps" else "processes"
 
     @property
