@@ -89,7 +89,8 @@ class Reader:
         elif block.types:
             self._printed = ""
             for command, shown in commands_of(block):
-                printed = self._command(block.page, command)
+                if (printed := self._command(block.page, command)) is None:
+                    continue
                 assert not (missing := missing_lines(shown, printed)), f"{command}: not printed: {missing}"
                 self._printed += printed
         elif block.language == "text":
@@ -107,12 +108,12 @@ class Reader:
             exec(compile(code, name, "exec"), self._variables)
         self._printed = printed.getvalue()
 
-    def _command(self, page: str, command: str) -> str:
-        """Type a command in the shell left by earlier commands. Return the output of both streams."""
+    def _command(self, page: str, command: str) -> str | None:
+        """Type a command in the shell left by earlier commands. Return both streams; None if not typed."""
         typed = command.partition("  #")[0] + find_row(SHORTER, page, command, "")
         if self._form == "daily" and has_row(CAMPAIGN, page, command):
             if not (typed := _dry(typed)):
-                return ""
+                return None
         elif has_row(ENDLESS, page, command):
             return self._interrupted(typed)
         elif replaced := find_row(SECOND_MACHINE, page, command, None):

@@ -34,6 +34,10 @@ COMPARED_ELSEWHERE: dict[Row, str] = {
     ("docs/training.md", "zero_plugin: saving checkpoint_3"): (
         "test_messages.py::test_the_page_shows_the_lines_of_a_long_save"
     ),
+    **{
+        (f"docs/recipes/{name}.md", "$ zero-plugin launch"): "test_recipes.py::test_it_trains"
+        for name in ("lora", "full-8b", "offload-70b", "long-samples", "rl")
+    },
 }
 
 # Exit codes other than 0 that the pages mention.
@@ -60,6 +64,9 @@ CAMPAIGN: set[Row] = {
     ("docs/checkpoints.md", "zero-plugin checkpoint import"),
     ("docs/planning.md", "zero-plugin plan path/to/model"),
     ("docs/planning.md", "zero-plugin plan blog_models"),
+    ("docs/recipes/lora.md", "zero-plugin plan"),
+    ("docs/recipes/long-samples.md", "zero-plugin plan"),
+    ("docs/recipes/rl.md", "zero-plugin plan"),
     ("docs/demo.md", "zero-plugin demo --zero_stage 3"),
     ("docs/demo.md", "zero-plugin demo --config"),
     ("docs/demo.md", "zero-plugin demo -- --steps 2000"),
@@ -167,6 +174,17 @@ pathlib.Path("path/to/model/config.json").write_text(json.dumps({"model_type": "
 import shutil
 shutil.copy({str(Path(__file__).parents[2] / "benchmarks" / "blog_models.py")!r}, ".")
 """,
+    **dict.fromkeys(
+        [("docs/recipes/long-samples.md", '"""Train a'), ("docs/recipes/rl.md", '"""Train a')],
+        """
+import pathlib
+from pages import ROOT, blocks_of
+(shown,) = [block for block in blocks_of(ROOT / "docs/recipes/lora.md") if block.language == "json"]
+for model in ("llama-3-8b", "llama-3.1-8b"):
+    pathlib.Path(model).mkdir()
+    pathlib.Path(model, "config.json").write_text(shown.text)
+""",
+    ),
     ("docs/training.md", "generator, critic,"): """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
