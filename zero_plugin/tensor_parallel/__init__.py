@@ -1,0 +1,1 @@
+"""Tensor parallelism: processes that each hold a part of every layer's weights."""
