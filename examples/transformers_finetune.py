@@ -1,5 +1,6 @@
 """A transformers model under ZeRO-3: a small Llama learns the bytes of Python's own library, and writes some.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --config zero3 examples/transformers_finetune.py
 
 It needs transformers. The model is built from a config, so nothing is downloaded. To fine-tune your own model, replace
@@ -10,12 +11,16 @@ import sysconfig
 from itertools import islice
 from pathlib import Path
 
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig, get_linear_schedule_with_warmup
+
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, get_linear_schedule_with_warmup
-
-from zero_plugin import Accelerator, set_seed
 
 STEPS = 60
 CONFIG = LlamaConfig(
