@@ -136,3 +136,9 @@ def test_it_learns(name: str, run_launcher: Callable[..., Any], forked_workers: 
         assert values[-1] < part * values[0], printed
     if name == "resume":
         assert "resumes in epoch 1 after batch 13" in printed
+    if name == "transformers_finetune":
+        before, after = map(float, re.findall(r"([\d.]+)% of unseen bytes are predicted right", printed))
+        assert before < 5 < 30 < after, printed
+        first, last = map(ast.literal_eval, re.findall(r"writes (b.*)", printed))
+        assert not first.isascii(), first
+        assert last.isascii(), last
