@@ -1,15 +1,20 @@
 """Inference of a model larger than the allowed memory: weights that do not fit stay in their files on disk.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --config cpu examples/big_model_inference.py
 
 It needs transformers. The script first writes a checkpoint, so nothing is downloaded. Each process runs its part of the
 prompts. The weights of each module are read for its forward and released afterwards.
 """
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-from zero_plugin import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, set_seed
+    from zero_plugin import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
+import torch
 
 CONFIG = LlamaConfig(
     vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, bos_token_id=0

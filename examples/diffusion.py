@@ -1,18 +1,23 @@
 """Diffusion (DDPM): a small U-Net learns to remove noise from handwritten digits, and then draws one from noise.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --zero_stage 2 --num_processes 2 examples/diffusion.py
 
 It needs scikit-learn for the digits.
 """
 
+try:
+    from sklearn.datasets import load_digits
+
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss, silu
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
-
-from zero_plugin import Accelerator, set_seed
 
 EPOCHS, TIMES = 12, 50
 BETAS = torch.linspace(1e-3, 0.2, TIMES)

@@ -1,19 +1,24 @@
 """A GAN: two models, each with its own optimizer, under ZeRO-2. The generator learns to draw handwritten digits.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --zero_stage 2 --num_processes 2 examples/gan.py
 
 It needs scikit-learn for the digits. The losses of a GAN do not show whether it learns. The script therefore prints the
 distance between drawn and real pictures: the distance between the means and standard deviations of their pixels.
 """
 
+try:
+    from sklearn.datasets import load_digits
+
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
-
-from zero_plugin import Accelerator, set_seed
 
 EPOCHS, NOISE = 20, 16
 

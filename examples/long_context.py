@@ -1,5 +1,6 @@
 """Long samples: two processes share each sample, the loss is computed in chunks, and blocks are recomputed.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --config zero3 --num_processes 2 --sequence_parallel_size 2 examples/long_context.py
 
 It needs transformers. Each process computes on half of every sequence, with attention over all of it. The loop is an
@@ -13,13 +14,17 @@ import time
 from itertools import islice
 from pathlib import Path
 
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from zero_plugin import Accelerator, set_seed
+    from zero_plugin.long_context import chunk_loss
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from zero_plugin import Accelerator, set_seed
-from zero_plugin.long_context import chunk_loss
 
 
 def read_arguments() -> argparse.Namespace:

@@ -1,5 +1,6 @@
 """LoRA with PEFT: only adapters are trained and saved, and ZeRO-3 partitions the frozen model.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --config zero3 examples/lora.py
 
 It needs transformers and peft. The model is built from a config, so nothing is downloaded; in your script it comes from
@@ -10,13 +11,17 @@ import sysconfig
 from itertools import islice
 from pathlib import Path
 
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from zero_plugin import Accelerator, set_seed
 
 STEPS = 60
 CONFIG = LlamaConfig(

@@ -1,19 +1,24 @@
 """A plain PyTorch loop: a small network learns to read handwritten digits, under ZeRO-2 on two processes.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --config zero2 examples/plain_loop.py
 
 It needs scikit-learn for the digits. With `--config cpu` the same script runs on DDP, and with plain `python` on one
 device.
 """
 
+try:
+    from sklearn.datasets import load_digits
+
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
-
-from zero_plugin import Accelerator, set_seed
 
 EPOCHS = 4
 

@@ -1,5 +1,6 @@
 """Stop anywhere and continue: a run ends inside an epoch, and the next run continues as though it had not ended.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --config zero2 examples/resume.py --stop_after 70
 zero-plugin launch --config zero3 examples/resume.py
 
@@ -9,13 +10,17 @@ The second command may use another stage and another number of processes. It nee
 import argparse
 from pathlib import Path
 
+try:
+    from sklearn.datasets import load_digits
+
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
-
-from zero_plugin import Accelerator, set_seed
 
 EPOCHS = 3
 CHECKPOINT = Path("examples_output/resume")

@@ -1,5 +1,6 @@
 """Data that is read as needed: an IterableDataset without a length, under ZeRO-1 on two processes.
 
+pip install '.[examples]'  # once, in a clone of zero_plugin
 zero-plugin launch --zero_stage 1 --num_processes 2 examples/streaming_data.py
 
 The stream yields the same samples on every process. The prepared loader gives each process, and each of its workers, a
@@ -10,13 +11,16 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    from zero_plugin import Accelerator, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: type  pip install '.[examples]'  in a clone of zero_plugin") from None
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, IterableDataset
-
-from zero_plugin import Accelerator, set_seed
 
 
 class Lines(IterableDataset):

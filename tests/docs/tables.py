@@ -21,6 +21,7 @@ CANNOT_RUN: dict[Row, str] = {
     ("docs/launching.md", "zero-plugin launch --deepspeed_hostfile"): (
         "needs hosts that ssh reaches; tests/launch/test_hostfile.py starts an ssh server for that"
     ),
+    ("docs/tutorial/from-lightning.md", "from lightning.pytorch import Trainer"): "needs Lightning, and GPUs",
     ("docs/launching.md", "zero-plugin launch --tpu"): (
         "needs a TPU, or torch_xla, which is in another environment: tests/xla"
     ),
